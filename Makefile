@@ -1,0 +1,37 @@
+# make train: train the tiny model twice on the CPU, with exact attention and with SageBwd, and compare the losses.
+# make test:  the test suite. make check: format, lint and types. PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check format clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/train.stamp: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[train]'
+	touch $@
+
+$(VENV)/dev.stamp: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+train: $(VENV)/train.stamp
+	$(BIN)/python -m train.compare --preset tiny
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
+
+check: $(VENV)/dev.stamp
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pyright
+
+format: $(VENV)/dev.stamp
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache

@@ -1,0 +1,138 @@
+"""Forward and backward pass in terms of the kernels: the implementation "triton"."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import steps, tiles
+from pallas_kernels.forward import forward as forward_kernel
+from pallas_kernels.grad_kv import grad_kv
+from pallas_kernels.grad_q import grad_q
+from pallas_kernels.quantize import (
+    channel_partials,
+    quantize_blocks,
+    quantize_channels,
+    quantize_dout,
+    quantize_tokens,
+    turn,
+)
+from sagebwd_jax._config import CallSpec
+from sagebwd_jax._residuals import Residuals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardOperands:
+    """What the products of the backward pass read, in the order and type they read; None what none of them reads."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dout: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    # [B, K, 1]: 0, or NaN where a query of the group of heads is not finite.
+    poison: jax.Array
+    q_scale: jax.Array | None
+    k_scale: jax.Array | None
+    # lse - log2(q_scale), so that 2^(S - lse_scaled) = q_scale P.
+    lse_scaled: jax.Array | None
+    q_turned: jax.Array | None
+    k_turned: jax.Array | None
+    q_16: jax.Array | None
+    k_16: jax.Array | None
+    dout_turned: jax.Array | None
+    dout_scale: jax.Array | None
+
+
+def to_16_bits(x):
+    """The 16-bit values that 16-bit products read: float32 becomes bfloat16."""
+    return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+
+def forward(query, key, value, *, spec: CallSpec, keep: bool):
+    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
+    config = spec.config
+    q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
+    if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
+        block = 1 if config.query_scale == "token" else config.block_q
+        factor = spec.scale * steps.LOG2_E
+        q_int8, q_scale = quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
+    keep_smooth = keep and not spec.uses_int8("dq")
+    if spec.uses_int8("qk") or (keep and spec.uses_int8("dq")) or keep_smooth:
+        mean = channel_partials(key, reduce="sum").sum(2) / spec.key_length if config.smooth_k else None
+        block = 1 if config.key_scale == "token" else config.block_k
+        k_int8, k_scale, *rest = quantize_tokens(
+            key, mean, block=block, length=spec.key_length, keep_16_bits=keep_smooth
+        )
+        k_smooth_16 = rest[0] if rest else None
+    value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
+    if not spec.uses_int8("pv"):
+        v, v_scale = value_16, None
+    elif config.value_scale == "channel":
+        absmax = channel_partials(value, reduce="absmax").max(2)
+        v, v_scale = quantize_channels(value, absmax), steps.scale_and_inverse(absmax)[0]
+    else:
+        v, v_scale = quantize_blocks(value, block=config.pv_span)
+
+    int8_scores = spec.uses_int8("qk")
+    scores = (q_int8, k_int8, v, q_scale, k_scale) if int8_scores else (q_16, k_16, v, None, None)
+    tile = tiles.forward_tile(spec, query.shape[-1])
+    out, lse, *kept = forward_kernel(*scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep)
+    if not keep:
+        return out, lse, None
+    residuals = Residuals(
+        q_int8=q_int8,
+        q_scale=q_scale,
+        q_16=q_16 if spec.keeps_16_bits("qk", "dk") else None,
+        k_int8=k_int8 if spec.uses_int8("qk", "dq") else None,
+        k_scale=k_scale if spec.uses_int8("qk", "dq") else None,
+        k_raw_16=k_16 if spec.keeps_16_bits("qk") else None,
+        k_smooth_16=k_smooth_16,
+        value_16=value_16,
+        out_int16=kept[0],
+        out_scale=kept[1],
+        lse=lse,
+    )
+    return out, lse, residuals
+
+
+def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
+    """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
+    r, depth = residuals, dout.shape[-1]
+    int8_dv = spec.uses_int8("dv")
+    delta, *quantized = quantize_dout(dout, r.out_int16, r.out_scale, block=spec.config.dv_span, int8=int8_dv)
+    if dlse is not None:
+        delta = delta - dlse * steps.LOG2_E
+    kv_heads = r.value_16.shape[2]
+    finite = (delta * 0 + r.lse * 0).reshape(delta.shape[0], kv_heads, -1)
+    int8_scores, int8_dk, int8_dq = (spec.uses_int8(x) for x in ("qk", "dk", "dq"))
+    lse_scaled = None
+    if int8_dk:
+        lse_scaled = jnp.where(r.q_scale == 0, steps.NO_QUERY, r.lse - jnp.log2(r.q_scale))
+    ops = BackwardOperands(
+        q=r.q_int8 if int8_scores else r.q_16,
+        k=r.k_int8 if int8_scores else r.k_raw_16,
+        v=r.value_16,
+        dout=to_16_bits(dout),
+        lse=r.lse,
+        delta=delta,
+        poison=finite.sum(-1, keepdims=True),
+        q_scale=r.q_scale,
+        k_scale=r.k_scale,
+        lse_scaled=lse_scaled,
+        q_turned=turn(r.q_int8) if int8_dk else None,
+        k_turned=turn(r.k_int8) if int8_dq else None,
+        q_16=r.q_16,
+        k_16=r.k_smooth_16,
+        dout_turned=quantized[0] if int8_dv else None,
+        dout_scale=quantized[1] if int8_dv else None,
+    )
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
+    if joint:
+        dk, dv = grad_kv(ops, spec=spec, tile=tile_k, want_dk=True, want_dv=True, out_dtype=dout.dtype)
+    else:
+        [dv] = grad_kv(ops, spec=spec, tile=tile_v, want_dk=False, want_dv=True, out_dtype=dout.dtype)
+        [dk] = grad_kv(ops, spec=spec, tile=tile_k, want_dk=True, want_dv=False, out_dtype=dout.dtype)
+    dq = grad_q(ops, spec=spec, tile=tiles.grad_q_tile(spec, depth), out_dtype=dout.dtype)
+    return dq, dk, dv

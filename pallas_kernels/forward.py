@@ -1,0 +1,124 @@
+"""The forward kernel: O = softmax(Q K^T) V for a tile of queries, one pass over the keys with an online softmax.
+
+May be changed: how a tile is computed. Must stay: one row of P is rounded over `pv_span` keys, the tile's length.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import ptx, steps
+from pallas_kernels.launch import Tile, call, own_rows, whole_head
+
+
+def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, keep_out):
+    """O [B, T, N, H], its log-sum-exp in base 2 [B, N, T], and with `keep_out` O in int16 with a scale a row.
+
+    Args:
+      q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T] and [B, K, S], which hold the logits' scale in base
+        2; or 16-bit [B, T, N, H] and [B, S, K, H] with scales None.
+      v: turned int8 [B, K, H, S] with scales [B, K, H] (a channel) or [B, K, S / pv_span] (a tile); or 16-bit
+        [B, S, K, H] with scales None.
+    """
+    int8_scores, int8_values = q_scale is not None, v_scale is not None
+    batch, queries, heads, depth = (q.shape[0], q.shape[2], q.shape[1], q.shape[3]) if int8_scores else q.shape
+    group = heads // (k.shape[1] if int8_scores else k.shape[2])
+
+    def kernel(q_ref, k_ref, v_ref, *refs):
+        scale_refs, out_refs = refs[: 2 * int8_scores + int8_values], refs[2 * int8_scores + int8_values :]
+        _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, spec=spec, tile=tile)
+
+    scales = [(q_scale, own_rows(tile.block_q)), (k_scale, None), (v_scale, None)]
+    scales = [(x, spec_ or whole_head(x, group=group)) for x, spec_ in scales if x is not None]
+    shapes = [
+        jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+        jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.int16),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+    ]
+    own_out, own_row = own_rows(tile.block_q, depth, heads_last=True), own_rows(tile.block_q)
+    outputs = 4 if keep_out else 2
+    return call(
+        kernel,
+        "sagebwd_forward",
+        (queries // tile.block_q, heads, batch),
+        [q, k, v, *(x for x, _ in scales)],
+        [
+            own_rows(tile.block_q, depth, heads_last=not int8_scores),
+            whole_head(k, heads_last=not int8_scores, group=group),
+            whole_head(v, heads_last=not int8_values, group=group),
+            *(spec_ for _, spec_ in scales),
+        ],
+        shapes[:outputs],
+        [own_out, own_row, own_out, own_row][:outputs],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
+    """One program: block_q queries against every key that they see."""
+    i, q = pl.program_id(0), q_ref[...]
+    block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
+    int8_scores, int8_values = spec.uses_int8("qk"), spec.uses_int8("pv")
+    shape = (block_q, block_k)
+    if int8_scores:
+        q_scale, k_scale_ref = scale_refs[0][...], scale_refs[1]
+    if int8_values:
+        v_scale_ref = scale_refs[-1]
+    scale_a_tile = spec.config.value_scale == "block"
+
+    def scores(j, cols):
+        """A tile of scores before the scale of its rows, and that scale."""
+        s = steps.score_tile(q, k_ref[cols, :])
+        if not int8_scores:
+            return s, jnp.full((block_q,), spec.scale * steps.LOG2_E, jnp.float32)
+        if spec.config.key_scale == "block":
+            return s, q_scale * k_scale_ref[j * block_k]
+        return s * k_scale_ref[cols][None, :], q_scale
+
+    def body(j, carry, edge):
+        out, peak, shift, total = carry
+        cols = pl.ds(j * block_k, block_k)
+        s, row_scale = scores(j, cols)
+        if edge:
+            seen = steps.visible(
+                i * block_q,
+                j * block_k,
+                shape,
+                is_causal=spec.is_causal,
+                key_length=spec.key_length,
+                rows_are_queries=True,
+            )
+            # Scaled before it is masked: -inf times a scale of 0 would be NaN.
+            s, row_scale = jnp.where(seen, s * row_scale[:, None], -jnp.inf), jnp.ones_like(row_scale)
+        tile_peak = jnp.max(s, axis=1) * row_scale
+        peak, new_shift, keep = steps.advance_shift(peak, shift, tile_peak)
+        if int8_values:
+            # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
+            p = ptx.exp2(ptx.fma(s, row_scale[:, None], (steps.LOG2_INT8_MAX - new_shift)[:, None], shape))
+            tile_out = steps.dot_int8(steps.swizzle16(ptx.round_to_int8(p)), v_ref[:, cols])
+            if scale_a_tile:
+                tile_out = tile_out * v_scale_ref[j]
+        else:
+            p = ptx.exp2(ptx.fma(s, row_scale[:, None], -new_shift[:, None], shape))
+            tile_out = steps.dot_16(p.astype(v_ref.dtype), v_ref[cols, :], b_is_turned=True)
+        out = ptx.fma(out, keep[:, None], tile_out, (block_q, depth))
+        return out, peak, new_shift, total * keep + jnp.sum(p, axis=1)
+
+    nothing = jnp.full((block_q,), steps.NO_SCORE, jnp.float32)
+    start = jnp.zeros((block_q, depth), jnp.float32), nothing, nothing, jnp.zeros((block_q,), jnp.float32)
+    phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
+    out, _, shift, total = steps.loop_tiles(body, start, phases)
+
+    out = out / total[:, None]
+    if int8_values and not scale_a_tile:
+        out = out * v_scale_ref[...][None, :]
+    out_refs[0][...] = out.astype(out_refs[0].dtype)
+    lse = shift + jnp.log2(total) - (steps.LOG2_INT8_MAX if int8_values else 0.0)
+    rows = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
+    out_refs[1][...] = jnp.where(rows < spec.query_length, lse, steps.NO_QUERY)
+    if len(out_refs) == 4:
+        scale, inverse = steps.scale_and_inverse(jnp.max(steps.magnitude(out), axis=1), steps.INT16_MAX)
+        out_refs[2][...] = ptx.round_to_int16(out * inverse[:, None])
+        out_refs[3][...] = scale

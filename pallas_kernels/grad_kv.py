@@ -1,0 +1,152 @@
+"""The kernel of dV = P^T dO and dK = dS^T Q for a tile of keys: either, or both from one tile of scores.
+
+May be changed: how a tile is computed, and which gradients share a program. Must stay: a key's row of P is rounded over
+`dv_span` queries and its row of dS over `dk_span`, the tile's length.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import ptx, steps
+from pallas_kernels.launch import Tile, call, own_rows, whole_group, whole_head
+
+
+def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
+    """dK and dV [B, S, K, H], those that are wanted, in this order.
+
+    `ops` is a `BackwardOperands` (attention.py): what each product reads, in the order and type it reads.
+    """
+    int8_scores = spec.uses_int8("qk")
+    batch, keys, kv_heads, depth = ops.v.shape
+    group = ops.dout.shape[2] // kv_heads
+    queries = lambda x, heads_last=False: (x, whole_group(x, heads_last=heads_last, group=group))
+    inputs = dict(
+        q=queries(ops.q, heads_last=not int8_scores),
+        k=(ops.k, own_rows(tile.block_k, depth, heads_last=not int8_scores)),
+        poison=(ops.poison, whole_head(ops.poison)),
+    )
+    # dK alone takes Q's scale, which varies along its sum, with the exponent instead of with a multiplication.
+    scaled = want_dk and not want_dv and spec.uses_int8("dk")
+    inputs |= dict(lse=queries(ops.lse_scaled if scaled else ops.lse))
+    if int8_scores:
+        inputs |= dict(q_scale=queries(ops.q_scale), k_scale=(ops.k_scale, own_rows(tile.block_k)))
+    if want_dk or not spec.uses_int8("dv"):
+        inputs |= dict(dout=queries(ops.dout, heads_last=True))
+    if want_dk:
+        inputs |= dict(v=(ops.v, own_rows(tile.block_k, depth, heads_last=True)), delta=queries(ops.delta))
+        if spec.uses_int8("dk"):
+            inputs |= dict(q_turned=queries(ops.q_turned))
+            inputs |= dict(q_scale=queries(ops.q_scale))
+        else:
+            inputs |= dict(q_16=queries(ops.q_16, heads_last=True))
+    if want_dv and spec.uses_int8("dv"):
+        inputs |= dict(dout_turned=queries(ops.dout_turned), dout_scale=queries(ops.dout_scale))
+
+    names = list(inputs)
+
+    def kernel(*refs):
+        _grad_kv_tile(
+            dict(zip(names, refs, strict=False)),
+            refs[len(names) :],
+            spec=spec,
+            tile=tile,
+            group=group,
+            want=(want_dk, want_dv),
+        )
+
+    outputs = want_dk + want_dv
+    return call(
+        kernel,
+        "sagebwd_grad_" + "k" * want_dk + "v" * want_dv,
+        (keys // tile.block_k, kv_heads, batch),
+        [x for x, _ in inputs.values()],
+        [block for _, block in inputs.values()],
+        [jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)] * outputs,
+        [own_rows(tile.block_k, depth, heads_last=True)] * outputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
+    """One program: block_k keys against every query that sees them, of each query head of the group."""
+    want_dk, want_dv = want
+    j, k = pl.program_id(0), refs["k"][...]
+    block_q, block_k, depth = tile.block_q, tile.block_k, k.shape[1]
+    shape = (block_k, block_q)
+    whole_tile = spec.config.grad_scale == "tile"
+    int8_scores, int8_dv, int8_dk = spec.uses_int8("qk"), spec.uses_int8("dv"), spec.uses_int8("dk")
+    v = refs["v"][...] if want_dk else None
+    uniform_keys = spec.config.key_scale == "block"
+    if int8_scores:
+        k_scale = refs["k_scale"][0] if uniform_keys else refs["k_scale"][...]
+
+    def probabilities(g, i, rows, edge):
+        """P^T [keys, queries]."""
+        s = steps.score_tile(k, refs["q"][(g, rows, slice(None)) if int8_scores else (rows, g, slice(None))])
+        if not int8_scores:
+            scale = jnp.full((1, 1), spec.scale * steps.LOG2_E, jnp.float32)
+        elif uniform_keys:
+            scale = (refs["q_scale"][g, rows] * k_scale)[None, :]
+        else:
+            s, scale = s * k_scale[:, None], refs["q_scale"][g, rows][None, :]
+        p = ptx.exp2(ptx.fma(s, scale, -refs["lse"][g, rows][None, :], shape))
+        if edge:
+            seen = steps.visible(
+                j * block_k,
+                i * block_q,
+                shape,
+                is_causal=spec.is_causal,
+                key_length=spec.key_length,
+                rows_are_queries=False,
+            )
+            p = jnp.where(seen, p, 0.0)
+        return p
+
+    def add_dv(p, g, i, rows, dv):
+        if not int8_dv:
+            dout = refs["dout"][rows, g, :]
+            return dv + steps.dot_16(p.astype(dout.dtype), dout, b_is_turned=True)
+        p_int8, p_scale = steps.quantize_row(p, whole_tile=whole_tile)
+        product = steps.dot_int8(p_int8, refs["dout_turned"][g, :, rows])
+        return ptx.fma(product, (p_scale * refs["dout_scale"][g, i])[:, None], dv, dv.shape)
+
+    def add_dk(p, g, rows, dk):
+        dp = steps.dot_16(v, refs["dout"][rows, g, :])
+        ds = p * (dp - refs["delta"][g, rows][None, :])
+        if not int8_dk:
+            # bfloat16 even for float16 inputs: nothing bounds dS.
+            return dk + steps.dot_16(
+                ds.astype(jnp.bfloat16), refs["q_16"][rows, g, :].astype(jnp.bfloat16), b_is_turned=True
+            )
+        if want_dv:
+            ds = ds * refs["q_scale"][g, rows][None, :]
+        ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=whole_tile)
+        return ptx.fma(steps.dot_int8(ds_int8, refs["q_turned"][g, :, rows]), ds_scale[:, None], dk, dk.shape)
+
+    def body(g, i, carry, edge):
+        carry = list(carry)
+        rows = pl.ds(i * block_q, block_q)
+        p = probabilities(g, i, rows, edge)
+        if want_dv:
+            carry[-1] = add_dv(p, g, i, rows, carry[-1])
+        if want_dk:
+            carry[0] = add_dk(p, g, rows, carry[0])
+        return tuple(carry)
+
+    # Keys that do not count are rows of their own, whose results nobody reads, unless they share a tile's scale.
+    mask_all = whole_tile and spec.key_length % block_k != 0
+    phases = steps.query_phases(
+        j, block_q, block_k, is_causal=spec.is_causal, query_length=spec.query_length, mask_all=mask_all
+    )
+    head = lambda g, carry: steps.loop_tiles(lambda i, c, edge: body(g, i, c, edge), carry, phases)
+    carry = (jnp.zeros((block_k, depth), jnp.float32),) * len(out_refs)
+    carry = head(0, carry) if group == 1 else lax.fori_loop(0, group, head, carry)
+
+    # NaN if a query of the group is not finite: the maximum of a row loses it.
+    poison = refs["poison"][0]
+    factors = [1 / steps.LOG2_E if int8_dk else spec.scale] * want_dk + [1.0] * want_dv
+    for out_ref, total, factor in zip(out_refs, carry, factors, strict=True):
+        out_ref[...] = (total * factor + poison).astype(out_ref.dtype)

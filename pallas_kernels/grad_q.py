@@ -1,0 +1,96 @@
+"""The kernel of dQ = dS K for a tile of queries.
+
+May be changed: how a tile is computed. Must stay: a query's row of dS is rounded over `dq_span` keys, the tile's length.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import ptx, steps
+from pallas_kernels.launch import Tile, call, own_rows, whole_head
+
+
+def grad_q(ops, *, spec, tile: Tile, out_dtype):
+    """dQ [B, T, N, H]; `ops` is a `BackwardOperands` (attention.py)."""
+    int8_scores, int8_dq = spec.uses_int8("qk"), spec.uses_int8("dq")
+    batch, queries, heads, depth = ops.dout.shape
+    group = heads // ops.v.shape[2]
+    own = lambda x, *depth, heads_last=False: (x, own_rows(tile.block_q, *depth, heads_last=heads_last))
+    keys = lambda x, heads_last=False: (x, whole_head(x, heads_last=heads_last, group=group))
+    inputs = dict(
+        q=own(ops.q, depth, heads_last=not int8_scores),
+        k=keys(ops.k, heads_last=not int8_scores),
+        dout=own(ops.dout, depth, heads_last=True),
+        v=keys(ops.v, heads_last=True),
+        lse=own(ops.lse),
+        delta=own(ops.delta),
+    )
+    if int8_scores:
+        inputs |= dict(q_scale=own(ops.q_scale))
+    if int8_scores or int8_dq:
+        inputs |= dict(k_scale=keys(ops.k_scale))
+    inputs |= dict(k_turned=keys(ops.k_turned)) if int8_dq else dict(k_16=keys(ops.k_16, heads_last=True))
+    names = list(inputs)
+
+    def kernel(*refs):
+        _grad_q_tile(dict(zip(names, refs, strict=False)), refs[-1], spec=spec, tile=tile)
+
+    return call(
+        kernel,
+        "sagebwd_grad_q",
+        (queries // tile.block_q, heads, batch),
+        [x for x, _ in inputs.values()],
+        [block for _, block in inputs.values()],
+        jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
+        own_rows(tile.block_q, depth, heads_last=True),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _grad_q_tile(refs, dq_ref, *, spec, tile):
+    """One program: block_q queries against every key that they see."""
+    i, q, dout = pl.program_id(0), refs["q"][...], refs["dout"][...]
+    lse, delta = refs["lse"][...], refs["delta"][...]
+    block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
+    shape = (block_q, block_k)
+    int8_scores, int8_dq = spec.uses_int8("qk"), spec.uses_int8("dq")
+    uniform_keys = spec.config.key_scale == "block"
+    if int8_scores:
+        q_scale = refs["q_scale"][...]
+
+    def body(j, dq, edge):
+        cols = pl.ds(j * block_k, block_k)
+        s = steps.score_tile(q, refs["k"][cols, :])
+        if not int8_scores:
+            scale = jnp.full((block_q,), spec.scale * steps.LOG2_E, jnp.float32)
+        elif uniform_keys:
+            scale = q_scale * refs["k_scale"][j * block_k]
+        else:
+            s, scale = s * refs["k_scale"][cols][None, :], q_scale
+        p = ptx.exp2(ptx.fma(s, scale[:, None], -lse[:, None], shape))
+        if edge:
+            seen = steps.visible(
+                i * block_q,
+                j * block_k,
+                shape,
+                is_causal=spec.is_causal,
+                key_length=spec.key_length,
+                rows_are_queries=True,
+            )
+            p = jnp.where(seen, p, 0.0)
+        ds = p * (steps.dot_16(dout, refs["v"][cols, :]) - delta[:, None])
+        if not int8_dq:
+            return dq + steps.dot_16(ds.astype(jnp.bfloat16), refs["k_16"][cols, :], b_is_turned=True)
+        if not uniform_keys:
+            # K's scale varies along the sum over keys, so dS takes it before it is rounded.
+            ds = ds * refs["k_scale"][cols][None, :]
+        ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=spec.config.grad_scale == "tile")
+        if uniform_keys:
+            ds_scale = ds_scale * refs["k_scale"][j * block_k]
+        return ptx.fma(steps.dot_int8(ds_int8, refs["k_turned"][:, cols]), ds_scale[:, None], dq, dq.shape)
+
+    phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
+    dq = steps.loop_tiles(body, jnp.zeros((block_q, depth), jnp.float32), phases)
+    dq_ref[...] = (dq * spec.scale).astype(dq_ref.dtype)

@@ -1,0 +1,143 @@
+"""The only file that knows Pallas' Triton backend: how a kernel is launched, loads, and inlines PTX.
+
+JAX has deprecated this backend since 0.11; it works, with one warning, from 0.10.2 to 0.12.0.1. Another backend would
+stand beside this file.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import re
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+_interpreted = contextvars.ContextVar("interpreted", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How much of the score matrix one program of a kernel holds at a time, and how it is compiled.
+
+    The length along the summed axis is a span of `SageConfig` and changes the numbers; the other three do not, unless
+    `grad_scale="tile"`.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1 or value & (value - 1) and name != "num_stages":
+                raise ValueError(f"{name}={value}: a power of two is accepted")
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Trace kernels for Pallas' interpreter, which runs them on the CPU; for tests."""
+    token = _interpreted.set(True)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels are being traced for the interpreter, which knows no PTX."""
+    return _interpreted.get()
+
+
+def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_warps, num_stages):
+    """Run `kernel` over `grid`, whose first axis moves fastest: neighbours share what they read of one head."""
+    # The kernel's function name is what a profiler shows.
+    kernel.__name__ = name
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shapes,
+        name=name,
+        interpret=is_interpreted(),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )(*inputs)
+
+
+def inline_ptx(code, constraints, args, dtype, *, pack=1):
+    """One PTX instruction (or a few) on each element of the equally shaped `args`, `pack` elements at a time."""
+    [result] = plgpu.elementwise_inline_asm(
+        code,
+        args=args,
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+    )
+    return result
+
+
+def own_rows(rows, *depth, heads_last=False):
+    """BlockSpec of what grid point (i, n, b) owns: `rows` of [B, N, time, ...], or of [B, time, N, ...] if `heads_last`."""
+    if heads_last:
+        return pl.BlockSpec((None, rows, None, *depth), lambda i, n, b: (b, i, n, *[0] * len(depth)))
+    return pl.BlockSpec((None, None, rows, *depth), lambda i, n, b: (b, n, i, *[0] * len(depth)))
+
+
+def own_columns(depth, columns):
+    """BlockSpec of the same rows of what is turned: [B, N, H, time]."""
+    return pl.BlockSpec((None, None, depth, columns), lambda i, n, b: (b, n, 0, i))
+
+
+def whole_head(x, *, heads_last=False, group=1):
+    """BlockSpec of all of x that head n // group has: [B, N, ...], or [B, time, N, H] if `heads_last`."""
+    if heads_last:
+        return pl.BlockSpec((None, x.shape[1], None, x.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda i, n, b: (b, n // group, *[0] * (x.ndim - 2)))
+
+
+def whole_group(x, *, heads_last=False, group=1):
+    """BlockSpec of all of x that the `group` query heads of key head n have; their axis stays."""
+    if heads_last:
+        return pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda i, n, b: (b, 0, n, 0))
+    return pl.BlockSpec((None, group, *x.shape[2:]), lambda i, n, b: (b, n, *[0] * (x.ndim - 2)))
+
+
+MIN_CAPABILITY = (8, 0)
+# Compute capability by device name, for a device that is described, not present (ahead-of-time compilation).
+_CAPABILITIES = {
+    "A100": (8, 0),
+    "A10": (8, 6),
+    "RTX 4090": (8, 9),
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+    "RTX PRO 6000": (12, 0),
+}
+
+
+def target_capability() -> tuple[int, int] | None:
+    """Compute capability of the NVIDIA GPU that calls are compiled for, or None if there is none."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        names = [name for name in _CAPABILITIES if re.search(rf"\b{name}\b", described.device_kind)]
+        return _CAPABILITIES[names[0]] if names else None
+    device = jax.devices()[0]
+    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def check_target():
+    """Refuse to launch where the kernels cannot run."""
+    if is_interpreted():
+        return
+    capability = target_capability()
+    if capability is None or capability < MIN_CAPABILITY:
+        got = f"the {jax.default_backend()} backend" if capability is None else "capability {}.{}".format(*capability)
+        raise NotImplementedError(
+            f"implementation='triton' needs an NVIDIA GPU of compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+            f" or higher: got {got}; implementation='xla' runs anywhere"
+        )

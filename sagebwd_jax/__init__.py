@@ -1,0 +1,5 @@
+"""Trainable INT8 attention for JAX."""
+
+from sagebwd_jax._attention import attention as attention
+from sagebwd_jax._config import SageConfig as SageConfig
+from sagebwd_jax._residuals import RESIDUAL_NAMES as RESIDUAL_NAMES

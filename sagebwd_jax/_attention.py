@@ -1,0 +1,190 @@
+"""attention(): checks its arguments once, brings them to canonical form, and calls the core."""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import launch, steps
+from sagebwd_jax._config import LENGTH_MULTIPLE, CallSpec, SageConfig
+from sagebwd_jax._vjp import attention_core
+
+DTYPES = ("bfloat16", "float16", "float32")
+IMPLEMENTATIONS = ("triton", "xla")
+MAX_HEAD_DIM = 128
+
+
+def attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K H"],
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    scale: float | Array | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: Array | None = None,
+    key_value_segment_ids: Array | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    config: SageConfig | None = None,
+) -> Array | tuple[Array, Array]:
+    """softmax(scale Q K^T) V, trainable, with six of its seven matrix products in INT8: `jax.nn`'s signature.
+
+    O = softmax(scale Q (K - mean K)^T) V forward; dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = scale dS K,
+    dK = scale dS^T Q, dV = P^T dO backward (SageBwd, arXiv 2603.02170, sections 3 and 6). All but dP run in INT8
+    unless `config` says otherwise; softmax, scales, dP, dS and the sums are float32. Results are bitwise repeatable and
+    do not depend on the rest of the batch.
+
+    Args:
+      query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32, as `key` and `value`.
+      key: [B, S, K, H] or [S, K, H]; N must be a multiple of K (grouped-query attention).
+      value: as `key`.
+      bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size, query_segment_ids,
+        key_value_segment_ids: not supported yet; only None is accepted.
+      scale: of the logits; 1/sqrt(H) if None. An array is multiplied into `query` first.
+      is_causal: query i sees keys 0..i, also where T and S differ (top-left, as in `jax.nn`): do not use it to decode
+        one token against a cache.
+      implementation: "triton" (Pallas kernels, NVIDIA GPU of compute capability 8.0 or higher), "xla" (the same
+        algorithm in plain JAX, anywhere), or None: the kernels where they run. An explicit choice never falls back.
+      return_residual: also return the log-sum-exp of the scaled logits.
+      config: the precision of each product and the granularity of the scales.
+
+    Returns:
+      The output in the shape and dtype of `query`, and with `return_residual` the log-sum-exp [B, T, N], float32,
+      natural. Forward-mode differentiation is not supported (a `jax.custom_vjp`).
+
+    Raises:
+      ValueError: shapes, mixed dtypes or an unknown implementation.
+      TypeError: a dtype that is not accepted, or a config that is not a SageConfig.
+      NotImplementedError: an argument or size that is not supported yet, or "triton" without a GPU for it.
+
+    Differs from the paper in the default scales, which are finer, and in delta = rowsum(dO O), for which O is not
+    rounded to 16 bits; differs from `jax.nn` where a query sees no key: output and gradients are 0.
+    """
+    _refuse_unsupported(
+        bias=bias,
+        mask=mask,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+    )
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    _check_dtypes(query, key, value)
+    _check_shapes(query, key, value)
+    implementation = _choose_implementation(implementation)
+    config = SageConfig() if config is None else config
+    if not isinstance(config, SageConfig):
+        raise TypeError(f"config={config!r} is a {type(config).__name__}: a SageConfig is accepted")
+
+    if query.ndim == 3:
+        query, key, value = query[None], key[None], value[None]
+        batched = False
+    else:
+        batched = True
+    out, lse = _attend(query, key, value, scale, bool(is_causal), implementation, return_residual, config)
+    out, lse = (out, lse) if batched else (out[0], lse[0])
+    return (out, lse) if return_residual else out
+
+
+def _attend(query, key, value, scale, is_causal, implementation, with_lse, config):
+    """Pad to canonical form, call the core, and cut off the padding."""
+    batch, queries, heads, depth = query.shape
+    keys = key.shape[1]
+    if query.size == 0 or keys == 0:
+        return jnp.zeros_like(query), jnp.full((batch, queries, heads), -jnp.inf, jnp.float32)
+    if scale is None:
+        scale = depth**-0.5
+    elif not isinstance(scale, numbers.Number):
+        query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+    spec = CallSpec(
+        is_causal=is_causal,
+        scale=float(scale),
+        query_length=queries,
+        key_length=keys,
+        implementation=implementation,
+        differentiates_lse=with_lse,
+        config=config,
+    )
+    padded = (_pad(x) for x in (query, key, value))
+    out, lse = attention_core(*padded, spec)
+    lse = lse.swapaxes(1, 2)[:, :queries]
+    if with_lse:
+        lse = _natural_lse(lse, query, key, spec)
+    return out[:, :queries, :, :depth], lse
+
+
+def _pad(x):
+    """Zeros up to whole tiles of time, and up to a power of two of channels that a tensor core takes."""
+    depth = max(32, 1 << (x.shape[3] - 1).bit_length())
+    widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, depth - x.shape[3])]
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x
+
+
+def _natural_lse(lse, query, key, spec):
+    """The log-sum-exp [B, T, N] of the unsmoothed logits, natural: smoothing took scale * q mean(k) from each of them."""
+    lse = lse / steps.LOG2_E
+    if not spec.config.smooth_k or spec.keeps_16_bits("qk"):
+        return lse
+    # The core's gradient of K is that of K itself, so the mean that is added back is a constant to it.
+    mean = jax.lax.stop_gradient(key.astype(jnp.float32)).mean(1)
+    mean = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)
+    return lse + spec.scale * jnp.einsum("btnh,bnh->btn", query.astype(jnp.float32), mean, precision="highest")
+
+
+def _refuse_unsupported(**arguments):
+    """Name the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            got = f"shape {value.shape}" if hasattr(value, "shape") else repr(value)
+            raise NotImplementedError(f"{name} is not supported yet: got {got}; only {name}=None is accepted")
+
+
+def _check_dtypes(query, key, value):
+    """All three alike, and one of DTYPES."""
+    named = dict(query=query, key=key, value=value)
+    for name, x in named.items():
+        if x.dtype.name not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype.name}: accepted are {', '.join(DTYPES)}")
+    if len({x.dtype for x in named.values()}) > 1:
+        got = ", ".join(f"{name} {x.dtype.name}" for name, x in named.items())
+        raise ValueError(f"query, key and value must have one dtype: got {got}")
+
+
+def _check_shapes(query, key, value):
+    """Ranks, and the axes that must agree."""
+    for name, x in dict(query=query, key=key, value=value).items():
+        if x.ndim not in (3, 4) or x.ndim != query.ndim:
+            accepted = "[B, T, N, H] or [T, N, H]" if name == "query" else "[B, S, K, H] or [S, K, H], as query's rank"
+            raise ValueError(f"{name} has shape {x.shape}: accepted is {accepted}")
+    if key.shape != value.shape:
+        raise ValueError(f"key and value must have one shape: got key {key.shape} and value {value.shape}")
+    if query.shape[:-3] != key.shape[:-3]:
+        raise ValueError(f"query and key must have one batch size: got query {query.shape} and key {key.shape}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have one head dim: got query {query.shape} and key {key.shape}")
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"query's heads must be a multiple of key's: got {heads} and {kv_heads}")
+    if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
+        raise NotImplementedError(f"head dim {query.shape[-1]}: accepted are 1 to {MAX_HEAD_DIM}")
+
+
+def _choose_implementation(implementation):
+    """A known name and a device that can run it; None where the platform that it is lowered for decides."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r}: accepted are None, {', '.join(map(repr, IMPLEMENTATIONS))}"
+        )
+    if implementation == "triton":
+        launch.check_target()
+    capability = launch.target_capability()
+    if implementation is None and capability is not None and capability < launch.MIN_CAPABILITY:
+        return "xla"
+    return implementation

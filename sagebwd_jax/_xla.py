@@ -1,0 +1,231 @@
+"""The implementation "xla": the algorithm in plain JAX, one scan over the summed axis for each product.
+
+All rows at once against one span of the summed axis, so memory is O(T); a span is what a kernel's tile holds, so the
+numbers are those of the kernels. Runs on CPU, TPU and anything else.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import steps
+from pallas_kernels.attention import to_16_bits
+from sagebwd_jax import _quantize
+from sagebwd_jax._config import CallSpec
+from sagebwd_jax._residuals import Residuals
+
+
+def forward(query, key, value, *, spec: CallSpec, keep: bool):
+    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
+    config = spec.config
+    q_int8 = q_scale = k_int8 = k_scale = k_smooth = None
+    if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
+        block = 1 if config.query_scale == "token" else config.block_q
+        factor = spec.scale * steps.LOG2_E
+        q_int8, q_scale = _quantize.quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
+    if spec.uses_int8("qk") or keep:
+        mean = _quantize.key_mean(key, spec.key_length)[:, None] if config.smooth_k else 0.0
+        k_smooth = _quantize.clear_padding(key.astype(jnp.float32) - mean, spec.key_length)
+        block = 1 if config.key_scale == "token" else config.block_k
+        k_int8, k_scale = _quantize.quantize_tokens(k_smooth, block=block, length=spec.key_length)
+    q_16, k_16, value_16 = to_16_bits(query), to_16_bits(key), to_16_bits(value)
+
+    if spec.uses_int8("qk"):
+        q, k = q_int8, k_int8
+    else:
+        q, k = q_16.swapaxes(1, 2), k_16.swapaxes(1, 2)
+    out, lse = _softmax_scan(q, k, value, q_scale, k_scale, spec)
+    out_16 = out.swapaxes(1, 2).astype(query.dtype)
+    if not keep:
+        return out_16, lse, None
+    out_int16, out_scale = _quantize.round_to_int16_rows(out)
+    residuals = Residuals(
+        q_int8=q_int8,
+        q_scale=q_scale,
+        q_16=q_16 if spec.keeps_16_bits("qk", "dk") else None,
+        k_int8=k_int8 if spec.uses_int8("qk", "dq") else None,
+        k_scale=k_scale if spec.uses_int8("qk", "dq") else None,
+        k_raw_16=k_16 if spec.keeps_16_bits("qk") else None,
+        k_smooth_16=k_smooth.astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None,
+        value_16=value_16,
+        out_int16=out_int16.swapaxes(1, 2),
+        out_scale=out_scale,
+        lse=lse,
+    )
+    return out_16, lse, residuals
+
+
+def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
+    """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
+    r = residuals
+    out = r.out_int16.swapaxes(1, 2).astype(jnp.float32)
+    delta = jnp.sum(out * dout.swapaxes(1, 2).astype(jnp.float32), -1) * r.out_scale
+    if dlse is not None:
+        delta = delta - dlse * steps.LOG2_E
+    dq = _grad_q_scan(r, to_16_bits(dout), delta, spec)
+    dk, dv = _grad_kv_scan(r, dout, delta, spec)
+    return tuple(x.swapaxes(1, 2).astype(dout.dtype) for x in (dq, dk, dv))
+
+
+def _dot(axes, a, b):
+    """One matrix product: INT8 with INT32 sums, or 16 bits with float32 sums; the result is float32."""
+    sums = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jnp.einsum(axes, a, b, preferred_element_type=sums).astype(jnp.float32)
+
+
+def _group(x, kv_heads):
+    """[B, N, ...] -> [B, K, N / K, ...]: the query heads of each key head."""
+    return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+
+
+def _spans(x, axis, span):
+    """Cut `axis` into spans and move them to the front, for a scan."""
+    x = x.reshape(*x.shape[:axis], x.shape[axis] // span, span, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _visible(queries, keys, spec):
+    """[T, S]: which scores count, from the positions of queries and keys."""
+    counts = (keys < spec.key_length)[None, :] & (queries >= 0)[:, None]
+    return counts & (queries[:, None] >= keys[None, :]) if spec.is_causal else counts
+
+
+def _scores(q, k, q_scale, k_scale, spec):
+    """S in base 2, [B, K, G, T, S], of q [B, K, G, T, H] and k [B, K, S, H]."""
+    s = _dot("bkgth,bksh->bkgts", q, k)
+    if spec.keeps_16_bits("qk"):
+        return s * (spec.scale * steps.LOG2_E)
+    return s * q_scale[..., None] * k_scale[:, :, None, None]
+
+
+def _softmax_scan(q, k, value, q_scale, k_scale, spec):
+    """O in float32 [B, N, T, H] and its log-sum-exp in base 2: an online softmax over spans of keys."""
+    span, kv_heads = spec.config.pv_span, k.shape[1]
+    batch, heads, queries, depth = q.shape
+    q = _group(q, kv_heads)
+    q_scale = None if q_scale is None else _group(q_scale, kv_heads)
+    value = value.swapaxes(1, 2)
+    int8_values, scale_a_span = spec.uses_int8("pv"), spec.config.value_scale == "block"
+    if not int8_values:
+        v, v_scale = to_16_bits(value), None
+    elif scale_a_span:
+        v, v_scale = _quantize.round_blocks(value.astype(jnp.float32), span)
+    else:
+        v, v_scale = _quantize.round_channels(value.astype(jnp.float32))
+
+    def step(carry, operands):
+        out, peak, shift, total = carry
+        first, k, k_scale, v, v_scale = operands
+        seen = _visible(jnp.arange(queries), first + jnp.arange(span), spec)
+        s = jnp.where(seen, _scores(q, k, q_scale, k_scale, spec), -jnp.inf)
+        peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(-1))
+        offset = steps.LOG2_INT8_MAX if int8_values else 0.0
+        p = jnp.exp2(s + (offset - new_shift)[..., None])
+        p_rounded = _quantize.round_to_int8(p) if int8_values else p.astype(v.dtype)
+        product = _dot("bkgts,bksh->bkgth", p_rounded, v)
+        if int8_values and scale_a_span:
+            product = product * v_scale[:, :, None, None, None]
+        return (out * keep[..., None] + product, peak, new_shift, total * keep + p.sum(-1)), None
+
+    nothing = jnp.full(q.shape[:-1], steps.NO_SCORE, jnp.float32)
+    start = jnp.zeros(q.shape, jnp.float32), nothing, nothing, jnp.zeros(q.shape[:-1], jnp.float32)
+    firsts = jnp.arange(0, k.shape[2], span)
+    spans_of_v_scale = jnp.moveaxis(v_scale, 2, 0) if int8_values and scale_a_span else None
+    k_scale_spans = None if k_scale is None else _spans(k_scale, 2, span)
+    operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), spans_of_v_scale
+    (out, _, shift, total), _ = lax.scan(step, start, operands)
+    out = out / total[..., None]
+    if int8_values and not scale_a_span:
+        out = out * v_scale[:, :, None, None]
+    lse = shift + jnp.log2(total) - (steps.LOG2_INT8_MAX if int8_values else 0.0)
+    lse = jnp.where(jnp.arange(queries) < spec.query_length, lse, steps.NO_QUERY)
+    return out.reshape(batch, heads, queries, depth), lse.reshape(batch, heads, queries)
+
+
+def _score_operands(r, spec):
+    """What S reads in the backward pass: q, k [B, N, time, H] and their scales."""
+    if spec.uses_int8("qk"):
+        return r.q_int8, r.k_int8, r.q_scale, r.k_scale
+    return r.q_16.swapaxes(1, 2), r.k_raw_16.swapaxes(1, 2), r.q_scale, r.k_scale
+
+
+def _grad_q_scan(r, dout, delta, spec):
+    """dQ in float32 [B, N, T, H]: a scan over spans of keys."""
+    config, kv_heads = spec.config, r.value_16.shape[2]
+    q, k, q_scale, k_scale = _score_operands(r, spec)
+    shape, queries = q.shape, q.shape[2]
+    q, do, lse, delta = (_group(x, kv_heads) for x in (q, dout.swapaxes(1, 2), r.lse, delta))
+    q_scale = None if q_scale is None else _group(q_scale, kv_heads)
+    int8 = spec.uses_int8("dq")
+    rows = config.block_q if config.grad_scale == "tile" else 1
+
+    def step(dq, operands):
+        first, k, k_scale, v, k_right = operands
+        seen = _visible(jnp.arange(queries), first + jnp.arange(config.dq_span), spec)
+        p = jnp.where(seen, jnp.exp2(_scores(q, k, q_scale, k_scale, spec) - lse[..., None]), 0.0)
+        ds = p * (_dot("bkgth,bksh->bkgts", do, v) - delta[..., None])
+        if not int8:
+            return dq + _dot("bkgts,bksh->bkgth", ds.astype(jnp.bfloat16), k_right), None
+        # A scale that varies along the sum goes into dS before dS is rounded.
+        if config.key_scale == "token":
+            ds = ds * k_scale[:, :, None, None]
+        ds_int8, ds_scale = _quantize.round_rows(ds, rows)
+        if config.key_scale == "block":
+            ds_scale = ds_scale * k_scale[:, :, :1, None]
+        return dq + _dot("bkgts,bksh->bkgth", ds_int8, k_right) * ds_scale[..., None], None
+
+    span = lambda x: None if x is None else _spans(x, 2, config.dq_span)
+    k_right = r.k_int8 if int8 else r.k_smooth_16.swapaxes(1, 2)
+    firsts = jnp.arange(0, k.shape[2], config.dq_span)
+    operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right)
+    dq, _ = lax.scan(step, jnp.zeros(q.shape, jnp.float32), operands)
+    return dq.reshape(shape) * spec.scale
+
+
+def _grad_kv_scan(r, dout, delta, spec):
+    """dK and dV in float32 [B, K, S, H]: a scan over spans of queries for each of them."""
+    config, kv_heads = spec.config, r.value_16.shape[2]
+    q, k, q_scale, k_scale = _score_operands(r, spec)
+    keys, v = jnp.arange(k.shape[2]), r.value_16.swapaxes(1, 2)
+    do = dout.swapaxes(1, 2)
+    do_16 = to_16_bits(do)
+    rows = config.block_k if config.grad_scale == "tile" else 1
+
+    def probabilities(first, span, q, q_scale, lse):
+        """P^T [B, K, G, S, span]."""
+        seen = _visible(first + jnp.arange(span), keys, spec)
+        p = jnp.where(seen, jnp.exp2(_scores(q, k, q_scale, k_scale, spec) - lse[..., None]), 0.0)
+        return p.swapaxes(3, 4)
+
+    def dv_step(dv, operands):
+        first, q, q_scale, lse, do, do_scale = operands
+        p = probabilities(first, config.dv_span, q, q_scale, lse)
+        if do.dtype != jnp.int8:
+            return dv + _dot("bkgst,bkgth->bksh", p.astype(do.dtype), do), None
+        p_int8, p_scale = _quantize.round_rows(p, rows)
+        product = _dot("bkgst,bkgth->bkgsh", p_int8, do) * (p_scale * do_scale[..., None])[..., None]
+        return dv + product.sum(2), None
+
+    def dk_step(dk, operands):
+        first, q, q_scale, lse, do, delta, q_right = operands
+        p = probabilities(first, config.dk_span, q, q_scale, lse)
+        ds = p * (_dot("bksh,bkgth->bkgst", v, do) - delta[..., None, :])
+        if q_right.dtype != jnp.int8:
+            return dk + _dot("bkgst,bkgth->bksh", ds.astype(jnp.bfloat16), q_right.astype(jnp.bfloat16)), None
+        ds_int8, ds_scale = _quantize.round_rows(ds * q_scale[..., None, :], rows)
+        return dk + (_dot("bkgst,bkgth->bkgsh", ds_int8, q_right) * ds_scale[..., None]).sum(2), None
+
+    zeros = jnp.zeros(v.shape, jnp.float32)
+    span = lambda x, length: None if x is None else _spans(_group(x, kv_heads), 3, length)
+    each = lambda length, *more: (
+        jnp.arange(0, q.shape[2], length),
+        *(span(x, length) for x in (q, q_scale, r.lse, *more)),
+    )
+    if spec.uses_int8("dv"):
+        do_int8, do_scale = _quantize.round_blocks(do.astype(jnp.float32), config.dv_span)
+        dv_operands = *each(config.dv_span, do_int8), jnp.moveaxis(_group(do_scale, kv_heads), 3, 0)
+    else:
+        dv_operands = *each(config.dv_span, do_16), None
+    q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
+    dv, _ = lax.scan(dv_step, zeros, dv_operands)
+    dk, _ = lax.scan(dk_step, zeros, each(config.dk_span, do_16, delta, q_right))
+    return dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale), dv
