@@ -35,8 +35,11 @@ class BackwardOperands:
     poison: jax.Array
     q_scale: jax.Array | None
     k_scale: jax.Array | None
-    # lse - log2(q_scale), so that 2^(S - lse_scaled) = q_scale P.
-    lse_scaled: jax.Array | None
+    # What to add to S for P = 2^(S + shift): -lse. Q and dO have scales that vary along the sums of dK and dV; added as
+    # logarithms to the shift of a kernel that makes one of these, they cost nothing.
+    shift: jax.Array
+    shift_dk: jax.Array | None
+    shift_dv: jax.Array | None
     q_turned: jax.Array | None
     k_turned: jax.Array | None
     q_16: jax.Array | None
@@ -101,15 +104,17 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
     """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
     r, depth = residuals, dout.shape[-1]
     int8_dv = spec.uses_int8("dv")
-    delta, *quantized = quantize_dout(dout, r.out_int16, r.out_scale, block=spec.config.dv_span, int8=int8_dv)
+    block = 1 if spec.config.dout_scale == "token" else spec.config.block_q
+    delta, *quantized = quantize_dout(dout, r.out_int16, r.out_scale, block=block, int8=int8_dv)
     if dlse is not None:
         delta = delta - dlse * steps.LOG2_E
     kv_heads = r.value_16.shape[2]
     finite = (delta * 0 + r.lse * 0).reshape(delta.shape[0], kv_heads, -1)
     int8_scores, int8_dk, int8_dq = (spec.uses_int8(x) for x in ("qk", "dk", "dq"))
-    lse_scaled = None
-    if int8_dk:
-        lse_scaled = jnp.where(r.q_scale == 0, steps.NO_QUERY, r.lse - jnp.log2(r.q_scale))
+
+    def shift(scale):
+        return jnp.where(scale == 0, -steps.NO_QUERY, jnp.log2(scale) - r.lse)
+
     ops = BackwardOperands(
         q=r.q_int8 if int8_scores else r.q_16,
         k=r.k_int8 if int8_scores else r.k_raw_16,
@@ -120,7 +125,9 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
         poison=finite.sum(-1, keepdims=True),
         q_scale=r.q_scale,
         k_scale=r.k_scale,
-        lse_scaled=lse_scaled,
+        shift=-r.lse,
+        shift_dk=shift(r.q_scale) if int8_dk else None,
+        shift_dv=shift(quantized[1]) if int8_dv else None,
         q_turned=turn(r.q_int8) if int8_dk else None,
         k_turned=turn(r.k_int8) if int8_dq else None,
         q_16=r.q_16,

@@ -27,9 +27,10 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
         k=(ops.k, own_rows(tile.block_k, depth, heads_last=not int8_scores)),
         poison=(ops.poison, whole_head(ops.poison)),
     )
-    # dK alone takes Q's scale, which varies along its sum, with the exponent instead of with a multiplication.
-    scaled = want_dk and not want_dv and spec.uses_int8("dk")
-    inputs |= dict(lse=queries(ops.lse_scaled if scaled else ops.lse))
+    shift = ops.shift
+    if want_dk != want_dv and spec.uses_int8("dk" if want_dk else "dv"):
+        shift = ops.shift_dk if want_dk else ops.shift_dv
+    inputs |= dict(shift=queries(shift))
     if int8_scores:
         inputs |= dict(q_scale=queries(ops.q_scale), k_scale=(ops.k_scale, own_rows(tile.block_k)))
     if want_dk or not spec.uses_int8("dv"):
@@ -92,7 +93,7 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
             scale = (refs["q_scale"][g, rows] * k_scale)[None, :]
         else:
             s, scale = s * k_scale[:, None], refs["q_scale"][g, rows][None, :]
-        p = ptx.exp2(ptx.fma(s, scale, -refs["lse"][g, rows][None, :], shape))
+        p = ptx.exp2(ptx.fma(s, scale, refs["shift"][g, rows][None, :], shape))
         if edge:
             seen = steps.visible(
                 j * block_k,
@@ -105,13 +106,15 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
             p = jnp.where(seen, p, 0.0)
         return p
 
-    def add_dv(p, g, i, rows, dv):
+    def add_dv(p, g, rows, dv):
         if not int8_dv:
             dout = refs["dout"][rows, g, :]
             return dv + steps.dot_16(p.astype(dout.dtype), dout, b_is_turned=True)
+        if want_dk:
+            p = p * refs["dout_scale"][g, rows][None, :]
         p_int8, p_scale = steps.quantize_row(p, whole_tile=whole_tile)
         product = steps.dot_int8(p_int8, refs["dout_turned"][g, :, rows])
-        return ptx.fma(product, (p_scale * refs["dout_scale"][g, i])[:, None], dv, dv.shape)
+        return ptx.fma(product, p_scale[:, None], dv, dv.shape)
 
     def add_dk(p, g, rows, dk):
         dp = steps.dot_16(v, refs["dout"][rows, g, :])
@@ -131,7 +134,7 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         rows = pl.ds(i * block_q, block_q)
         p = probabilities(g, i, rows, edge)
         if want_dv:
-            carry[-1] = add_dv(p, g, i, rows, carry[-1])
+            carry[-1] = add_dv(p, g, rows, carry[-1])
         if want_dk:
             carry[0] = add_dk(p, g, rows, carry[0])
         return tuple(carry)

@@ -31,6 +31,15 @@ def _round_blocks(x, block):
     return ptx.round_to_int8(tiles * inverse[:, None, None]).reshape(x.shape), scale
 
 
+def _round_tokens(x, block):
+    """INT8 values of a tile and a scale for each row: one a row (block=1), or one per `block` rows."""
+    if block == 1:
+        scale, inverse = steps.scale_and_inverse(jnp.max(steps.magnitude(x), axis=1))
+        return ptx.round_to_int8(x * inverse[:, None]), scale
+    x_int8, scale = _round_blocks(x, block)
+    return x_int8, jnp.broadcast_to(scale[:, None], (x.shape[0] // block, block)).reshape(x.shape[0])
+
+
 def channel_partials(x, *, reduce):
     """Per tile of ROWS tokens and channel: the sum (`reduce="sum"`) or the largest magnitude ("absmax"), float32.
 
@@ -70,13 +79,7 @@ def quantize_tokens(x, mean=None, *, block, length, factor=1.0, keep_16_bits=Fal
             tile = _clear_padding(tile, length)
         tile = tile * factor
         int8_ref, scale_ref = refs[:2]
-        if block == 1:
-            scale, inverse = steps.scale_and_inverse(jnp.max(steps.magnitude(tile), axis=1))
-            int8_ref[...] = ptx.round_to_int8(tile * inverse[:, None])
-            scale_ref[...] = scale
-        else:
-            int8_ref[...], scale = _round_blocks(tile, block)
-            scale_ref[...] = jnp.broadcast_to(scale[:, None], (ROWS // block, block)).reshape(ROWS)
+        int8_ref[...], scale_ref[...] = _round_tokens(tile, block)
         if keep_16_bits:
             refs[2][...] = tile.astype(jnp.bfloat16)
 
@@ -164,7 +167,8 @@ def turn(x_int8):
 
 
 def quantize_dout(dout, out_int16, out_scale, *, block, int8):
-    """delta = rowsum(dO * O) [B, N, time] and, if `int8`, dO as turned INT8 with one scale per `block` tokens.
+    """delta = rowsum(dO * O) [B, N, time] and, if `int8`, dO as turned INT8 with scales [B, N, time]: one a token (block=1), or one
+    per `block` tokens.
 
     O is what the forward pass kept of it before it was rounded to 16 bits: int16 [B, time, N, H] with a scale a row.
     """
@@ -174,15 +178,15 @@ def quantize_dout(dout, out_int16, out_scale, *, block, int8):
         tile = dout_ref[...].astype(jnp.float32)
         delta_ref[...] = jnp.sum(tile * out_ref[...].astype(jnp.float32), axis=1) * out_scale_ref[...]
         if int8_refs:
-            dout_int8, int8_refs[1][...] = _round_blocks(tile, block)
+            dout_int8, int8_refs[1][...] = _round_tokens(tile, block)
             int8_refs[0][...] = steps.swizzle16(dout_int8.swapaxes(0, 1))
 
     shapes = [
         jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
         jax.ShapeDtypeStruct((batch, heads, depth, time), jnp.int8),
-        jax.ShapeDtypeStruct((batch, heads, time // block), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
     ]
-    specs = [own_rows(ROWS), own_columns(depth, ROWS), own_rows(ROWS // block)]
+    specs = [own_rows(ROWS), own_columns(depth, ROWS), own_rows(ROWS)]
     outputs = 3 if int8 else 1
     return call(
         kernel,

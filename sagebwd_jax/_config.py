@@ -25,6 +25,7 @@ class SageConfig:
       query_scale: "token" (one scale a query) or "block" (one per `block_q` queries of a head).
       key_scale: "token" or "block" (one per `block_k` keys of a head).
       value_scale: "channel" (one scale a head and channel) or "block" (one per `pv_span` keys).
+      dout_scale: of dO, "token" or "block" (one per `block_q` queries of a head).
       grad_scale: P and dS of the backward pass have one scale per "row" of a kernel's tile, or one per "tile" of
         `block_q` x `block_k` scores.
       sixteen_bit: the products that stay in 16 bits, out of "qk", "pv", "dv", "dq", "dk". "qk" is S = Q K^T, also where
@@ -32,7 +33,7 @@ class SageConfig:
       block_q: queries, a power of two.
       block_k: keys, a power of two.
       pv_span: keys over which a query's row of P shares its scale in O = P V.
-      dv_span: queries over which a key's row of P, and a block of dO, share their scale in dV = P^T dO.
+      dv_span: queries over which a key's row of P shares its scale in dV = P^T dO.
       dk_span: queries over which a key's row of dS shares its scale in dK = dS^T Q.
       dq_span: keys over which a query's row of dS shares its scale in dQ = dS K.
 
@@ -46,6 +47,7 @@ class SageConfig:
     query_scale: Literal["token", "block"] = "token"
     key_scale: Literal["token", "block"] = "block"
     value_scale: Literal["channel", "block"] = "channel"
+    dout_scale: Literal["token", "block"] = "token"
     grad_scale: Literal["row", "tile"] = "row"
     sixteen_bit: frozenset[str] = frozenset()
     block_q: int = 128
@@ -79,6 +81,7 @@ class SageConfig:
         return cls(
             query_scale="block",
             value_scale="block",
+            dout_scale="block",
             grad_scale="tile",
             block_q=64,
             block_k=64,
@@ -95,8 +98,8 @@ class SageConfig:
 
     @classmethod
     def precise(cls) -> "SageConfig":
-        """Q K^T in 16 bits, the other products in INT8: the most accurate, above all where logits are large."""
-        return cls(sixteen_bit=frozenset({"qk"}))
+        """Q K^T in 16 bits, the other products in INT8 with finer scales: the most accurate, above all of large logits."""
+        return cls(sixteen_bit=frozenset({"qk"}), pv_span=64, dv_span=64)
 
 
 _ACCEPTED = dict(
@@ -104,6 +107,7 @@ _ACCEPTED = dict(
     query_scale=("token", "block"),
     key_scale=("token", "block"),
     value_scale=("channel", "block"),
+    dout_scale=("token", "block"),
     grad_scale=("row", "tile"),
     block_q=_SPANS,
     block_k=_SPANS,

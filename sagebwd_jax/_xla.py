@@ -201,9 +201,8 @@ def _grad_kv_scan(r, dout, delta, spec):
         p = probabilities(first, config.dv_span, q, q_scale, lse)
         if do.dtype != jnp.int8:
             return dv + _dot("bkgst,bkgth->bksh", p.astype(do.dtype), do), None
-        p_int8, p_scale = _quantize.round_rows(p, rows)
-        product = _dot("bkgst,bkgth->bkgsh", p_int8, do) * (p_scale * do_scale[..., None])[..., None]
-        return dv + product.sum(2), None
+        p_int8, p_scale = _quantize.round_rows(p * do_scale[..., None, :], rows)
+        return dv + (_dot("bkgst,bkgth->bkgsh", p_int8, do) * p_scale[..., None]).sum(2), None
 
     def dk_step(dk, operands):
         first, q, q_scale, lse, do, delta, q_right = operands
@@ -221,11 +220,11 @@ def _grad_kv_scan(r, dout, delta, spec):
         *(span(x, length) for x in (q, q_scale, r.lse, *more)),
     )
     if spec.uses_int8("dv"):
-        do_int8, do_scale = _quantize.round_blocks(do.astype(jnp.float32), config.dv_span)
-        dv_operands = *each(config.dv_span, do_int8), jnp.moveaxis(_group(do_scale, kv_heads), 3, 0)
+        block = 1 if config.dout_scale == "token" else config.block_q
+        do_operands = _quantize.quantize_tokens(dout, block=block, length=spec.query_length)
     else:
-        dv_operands = *each(config.dv_span, do_16), None
+        do_operands = do_16, None
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
-    dv, _ = lax.scan(dv_step, zeros, dv_operands)
+    dv, _ = lax.scan(dv_step, zeros, each(config.dv_span, *do_operands))
     dk, _ = lax.scan(dk_step, zeros, each(config.dk_span, do_16, delta, q_right))
     return dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale), dv

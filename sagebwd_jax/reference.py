@@ -98,12 +98,13 @@ def quantized_attention_and_grads(
     if "dv" in config.sixteen_bit:
         dv = _product("bnts,bnth->bnsh", p.astype(do16.dtype), do16)
     else:
-        p_rounded = _round_rows(p.swapaxes(2, 3), config.dv_span, _tile_rows(config, config.block_k))
-        dv = _product("bnst,bnth->bnsh", p_rounded, _round_blocks(do, config.dv_span))
+        # A scale that varies along the sum is folded into the other operand before that is rounded.
+        do_int8, do_scale = _quantize_rows(do, config.dout_scale, config.block_q)
+        p_rounded = _round_rows((p * do_scale).swapaxes(2, 3), config.dv_span, _tile_rows(config, config.block_k))
+        dv = _product("bnst,bnth->bnsh", p_rounded, do_int8)
     if "dq" in config.sixteen_bit:
         dq = scale * _product("bnts,bnsh->bnth", ds.astype(jnp.bfloat16), k_smooth.astype(jnp.bfloat16))
     else:
-        # A scale that varies along the sum is folded into dS before dS is rounded.
         ds_rounded = _round_rows(ds * k_scale.swapaxes(2, 3), config.dq_span, _tile_rows(config, config.block_q))
         dq = scale * _product("bnts,bnsh->bnth", ds_rounded, k_int8)
     if "dk" in config.sixteen_bit:
