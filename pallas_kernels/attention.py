@@ -60,13 +60,15 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
         block = 1 if config.query_scale == "token" else config.block_q
         factor = spec.scale * steps.LOG2_E
-        q_int8, q_scale = quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
+        q_int8, q_scale = quantize_tokens(
+            query, block=block, length=spec.query_length, repeat_scale=True, factor=factor
+        )
     keep_smooth = keep and not spec.uses_int8("dq")
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dq")) or keep_smooth:
         mean = channel_partials(key, reduce="sum").sum(2) / spec.key_length if config.smooth_k else None
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale, *rest = quantize_tokens(
-            key, mean, block=block, length=spec.key_length, keep_16_bits=keep_smooth
+            key, mean, block=block, length=spec.key_length, repeat_scale=False, keep_16_bits=keep_smooth
         )
         k_smooth_16 = rest[0] if rest else None
     value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)

@@ -10,12 +10,15 @@ from jax.experimental import pallas as pl
 from pallas_kernels import ptx, steps
 from pallas_kernels.launch import Tile, call, own_rows, whole_head
 
+HIDDEN = -3e38
+TINY_SCALE = 1e-30
+
 
 def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, keep_out):
     """O [B, T, N, H], its log-sum-exp in base 2 [B, N, T], and with `keep_out` O in int16 with a scale a row.
 
     Args:
-      q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T] and [B, K, S], which hold the logits' scale in base
+      q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T] and [B, K, S] or [B, K, S / block_k], which hold the logits' scale in base
         2; or 16-bit [B, T, N, H] and [B, S, K, H] with scales None.
       v: turned int8 [B, K, H, S] with scales [B, K, H] (a channel) or [B, K, S / pv_span] (a tile); or 16-bit
         [B, S, K, H] with scales None.
@@ -74,7 +77,7 @@ def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
         if not int8_scores:
             return s, jnp.full((block_q,), spec.scale * steps.LOG2_E, jnp.float32)
         if spec.config.key_scale == "block":
-            return s, q_scale * k_scale_ref[j * block_k]
+            return s, q_scale * k_scale_ref[j * block_k // spec.config.block_k]
         return s * k_scale_ref[cols][None, :], q_scale
 
     def body(j, carry, edge):
@@ -90,8 +93,8 @@ def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
                 key_length=spec.key_length,
                 rows_are_queries=True,
             )
-            # Scaled before it is masked: -inf times a scale of 0 would be NaN.
-            s, row_scale = jnp.where(seen, s * row_scale[:, None], -jnp.inf), jnp.ones_like(row_scale)
+            # Hidden scores stay far below all others under any scale; a scale of 0 means scores of 0.
+            s, row_scale = jnp.where(seen, s, HIDDEN), jnp.where(row_scale == 0, TINY_SCALE, row_scale)
         tile_peak = jnp.max(s, axis=1) * row_scale
         peak, new_shift, keep = steps.advance_shift(peak, shift, tile_peak)
         if int8_values:

@@ -4,6 +4,8 @@ May be changed: how a tile is computed, and which gradients share a program. Mus
 `dv_span` queries and its row of dS over `dk_span`, the tile's length.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +23,10 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
     int8_scores = spec.uses_int8("qk")
     batch, keys, kv_heads, depth = ops.v.shape
     group = ops.dout.shape[2] // kv_heads
-    queries = lambda x, heads_last=False: (x, whole_group(x, heads_last=heads_last, group=group))
+
+    def queries(x, heads_last=False):
+        return x, whole_group(x, heads_last=heads_last, group=group)
+
     inputs = dict(
         q=queries(ops.q, heads_last=not int8_scores),
         k=(ops.k, own_rows(tile.block_k, depth, heads_last=not int8_scores)),
@@ -32,7 +37,9 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
         shift = ops.shift_dk if want_dk else ops.shift_dv
     inputs |= dict(shift=queries(shift))
     if int8_scores:
-        inputs |= dict(q_scale=queries(ops.q_scale), k_scale=(ops.k_scale, own_rows(tile.block_k)))
+        one_scale = spec.config.key_scale == "block"
+        k_scale_block = whole_head(ops.k_scale) if one_scale else own_rows(tile.block_k)
+        inputs |= dict(q_scale=queries(ops.q_scale), k_scale=(ops.k_scale, k_scale_block))
     if want_dk or not spec.uses_int8("dv"):
         inputs |= dict(dout=queries(ops.dout, heads_last=True))
     if want_dk:
@@ -82,7 +89,7 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
     v = refs["v"][...] if want_dk else None
     uniform_keys = spec.config.key_scale == "block"
     if int8_scores:
-        k_scale = refs["k_scale"][0] if uniform_keys else refs["k_scale"][...]
+        k_scale = refs["k_scale"][j * block_k // spec.config.block_k] if uniform_keys else refs["k_scale"][...]
 
     def probabilities(g, i, rows, edge):
         """P^T [keys, queries]."""
@@ -121,9 +128,8 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         ds = p * (dp - refs["delta"][g, rows][None, :])
         if not int8_dk:
             # bfloat16 even for float16 inputs: nothing bounds dS.
-            return dk + steps.dot_16(
-                ds.astype(jnp.bfloat16), refs["q_16"][rows, g, :].astype(jnp.bfloat16), b_is_turned=True
-            )
+            q_16 = refs["q_16"][rows, g, :].astype(jnp.bfloat16)
+            return dk + steps.dot_16(ds.astype(jnp.bfloat16), q_16, b_is_turned=True)
         if want_dv:
             ds = ds * refs["q_scale"][g, rows][None, :]
         ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=whole_tile)
@@ -144,7 +150,10 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
     phases = steps.query_phases(
         j, block_q, block_k, is_causal=spec.is_causal, query_length=spec.query_length, mask_all=mask_all
     )
-    head = lambda g, carry: steps.loop_tiles(lambda i, c, edge: body(g, i, c, edge), carry, phases)
+
+    def head(g, carry):
+        return steps.loop_tiles(functools.partial(body, g), carry, phases)
+
     carry = (jnp.zeros((block_k, depth), jnp.float32),) * len(out_refs)
     carry = head(0, carry) if group == 1 else lax.fori_loop(0, group, head, carry)
 

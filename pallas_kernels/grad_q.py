@@ -16,8 +16,13 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
     int8_scores, int8_dq = spec.uses_int8("qk"), spec.uses_int8("dq")
     batch, queries, heads, depth = ops.dout.shape
     group = heads // ops.v.shape[2]
-    own = lambda x, *depth, heads_last=False: (x, own_rows(tile.block_q, *depth, heads_last=heads_last))
-    keys = lambda x, heads_last=False: (x, whole_head(x, heads_last=heads_last, group=group))
+
+    def own(x, *depth, heads_last=False):
+        return x, own_rows(tile.block_q, *depth, heads_last=heads_last)
+
+    def keys(x, heads_last=False):
+        return x, whole_head(x, heads_last=heads_last, group=group)
+
     inputs = dict(
         q=own(ops.q, depth, heads_last=not int8_scores),
         k=keys(ops.k, heads_last=not int8_scores),
@@ -30,7 +35,7 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
         inputs |= dict(q_scale=own(ops.q_scale))
     if int8_scores or int8_dq:
         inputs |= dict(k_scale=keys(ops.k_scale))
-    inputs |= dict(k_turned=keys(ops.k_turned)) if int8_dq else dict(k_16=keys(ops.k_16, heads_last=True))
+    inputs |= dict(k_turned=keys(ops.k_turned)) if int8_dq else dict(k_16=keys(ops.k_16))
     names = list(inputs)
 
     def kernel(*refs):
@@ -66,7 +71,7 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
         if not int8_scores:
             scale = jnp.full((block_q,), spec.scale * steps.LOG2_E, jnp.float32)
         elif uniform_keys:
-            scale = q_scale * refs["k_scale"][j * block_k]
+            scale = q_scale * refs["k_scale"][j * block_k // spec.config.block_k]
         else:
             s, scale = s * refs["k_scale"][cols][None, :], q_scale
         p = ptx.exp2(ptx.fma(s, scale[:, None], -lse[:, None], shape))
@@ -88,9 +93,10 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
             ds = ds * refs["k_scale"][cols][None, :]
         ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=spec.config.grad_scale == "tile")
         if uniform_keys:
-            ds_scale = ds_scale * refs["k_scale"][j * block_k]
+            ds_scale = ds_scale * refs["k_scale"][j * block_k // spec.config.block_k]
         return ptx.fma(steps.dot_int8(ds_int8, refs["k_turned"][:, cols]), ds_scale[:, None], dq, dq.shape)
 
     phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
-    dq = steps.loop_tiles(body, jnp.zeros((block_q, depth), jnp.float32), phases)
+    start = jnp.zeros((block_q, depth), jnp.float32)
+    dq = steps.loop_tiles(body, start, phases)
     dq_ref[...] = (dq * spec.scale).astype(dq_ref.dtype)

@@ -25,18 +25,21 @@ def _clear_padding(x, length):
 
 def _round_blocks(x, block):
     """INT8 values of a tile with one scale per `block` rows, and that scale for each row."""
-    tiles = x.reshape(x.shape[0] // block, block, x.shape[1])
-    absmax = jnp.max(jnp.max(steps.magnitude(tiles), axis=2), axis=1)
-    scale, inverse = steps.scale_and_inverse(absmax)
-    return ptx.round_to_int8(tiles * inverse[:, None, None]).reshape(x.shape), scale
+    rows, blocks = x.shape[0], x.shape[0] // block
+    absmax = jnp.max(steps.magnitude(x), axis=1)
+    scale, inverse = steps.scale_and_inverse(jnp.max(absmax.reshape(blocks, block), axis=1))
+    inverse = jnp.broadcast_to(inverse[:, None], (blocks, block)).reshape(rows)
+    return ptx.round_to_int8(x * inverse[:, None]), scale
 
 
-def _round_tokens(x, block):
-    """INT8 values of a tile and a scale for each row: one a row (block=1), or one per `block` rows."""
+def _round_tokens(x, block, repeat_scale):
+    """INT8 values of a tile with one scale a row (block=1) or per `block` rows, which may be repeated for each row."""
     if block == 1:
         scale, inverse = steps.scale_and_inverse(jnp.max(steps.magnitude(x), axis=1))
         return ptx.round_to_int8(x * inverse[:, None]), scale
     x_int8, scale = _round_blocks(x, block)
+    if not repeat_scale:
+        return x_int8, scale
     return x_int8, jnp.broadcast_to(scale[:, None], (x.shape[0] // block, block)).reshape(x.shape[0])
 
 
@@ -63,10 +66,10 @@ def channel_partials(x, *, reduce):
     )
 
 
-def quantize_tokens(x, mean=None, *, block, length, factor=1.0, keep_16_bits=False):
-    """Q or K as INT8 [B, N, time, H] with scales [B, N, time]: one a token, or one per `block` tokens.
+def quantize_tokens(x, mean=None, *, block, length, repeat_scale, factor=1.0, keep_16_bits=False):
+    """Q or K as INT8 [B, N, time, H] with one scale a token (block=1), or one per `block` tokens.
 
-    Quantises factor * (x - mean); mean is [B, N, H]. `keep_16_bits` adds that difference in bfloat16, [B, time, N, H].
+    Scales are [B, N, time] with `repeat_scale`, else [B, N, time / block]. Quantises factor * (x - mean); mean is [B, N, H]. `keep_16_bits` adds that difference in bfloat16, [B, N, time, H].
     """
     batch, time, heads, depth = x.shape
 
@@ -79,17 +82,18 @@ def quantize_tokens(x, mean=None, *, block, length, factor=1.0, keep_16_bits=Fal
             tile = _clear_padding(tile, length)
         tile = tile * factor
         int8_ref, scale_ref = refs[:2]
-        int8_ref[...], scale_ref[...] = _round_tokens(tile, block)
+        int8_ref[...], scale_ref[...] = _round_tokens(tile, block, repeat_scale)
         if keep_16_bits:
             refs[2][...] = tile.astype(jnp.bfloat16)
 
     means = [] if mean is None else [mean]
+    repeats = 1 if repeat_scale else block
     shapes = [
         jax.ShapeDtypeStruct((batch, heads, time, depth), jnp.int8),
-        jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-        jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, heads, time // repeats), jnp.float32),
+        jax.ShapeDtypeStruct((batch, heads, time, depth), jnp.bfloat16),
     ]
-    specs = [own_rows(ROWS, depth), own_rows(ROWS), own_rows(ROWS, depth, heads_last=True)]
+    specs = [own_rows(ROWS, depth), own_rows(ROWS // repeats), own_rows(ROWS, depth)]
     outputs = 3 if keep_16_bits else 2
     return call(
         kernel,
@@ -178,7 +182,7 @@ def quantize_dout(dout, out_int16, out_scale, *, block, int8):
         tile = dout_ref[...].astype(jnp.float32)
         delta_ref[...] = jnp.sum(tile * out_ref[...].astype(jnp.float32), axis=1) * out_scale_ref[...]
         if int8_refs:
-            dout_int8, int8_refs[1][...] = _round_tokens(tile, block)
+            dout_int8, int8_refs[1][...] = _round_tokens(tile, block, True)
             int8_refs[0][...] = steps.swizzle16(dout_int8.swapaxes(0, 1))
 
     shapes = [

@@ -16,11 +16,11 @@ def key_mean(key: Float[Array, "B S K H"], length: int) -> Float32[Array, "B K H
 
 def quantize_tokens(
     x: Float[Array, "B time N H"], *, block: int, length: int, factor: float = 1.0
-) -> tuple[Int8[Array, "B N time H"], Float32[Array, "B N time"]]:
+) -> tuple[Int8[Array, "B N time H"], Float32[Array, "B N scales"]]:
     """factor * x as INT8 with one scale a token (block=1) or per `block` tokens; zeros past `length`."""
     x = factor * clear_padding(x.astype(jnp.float32), length).swapaxes(1, 2)
     x_int8, scale = round_blocks(x, block)
-    return x_int8, jnp.repeat(scale, block, axis=2)
+    return x_int8, scale
 
 
 def clear_padding(x, length):

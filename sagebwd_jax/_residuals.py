@@ -29,9 +29,10 @@ class Residuals:
     q_scale: Float32[Array, "B N T"] | None
     q_16: Float[Array, "B T N H"] | None
     k_int8: Int8[Array, "B K S H"] | None
-    k_scale: Float32[Array, "B K S"] | None
+    # One a key, or one per config.block_k keys.
+    k_scale: Float32[Array, "B K scales"] | None
     k_raw_16: Float[Array, "B S K H"] | None
-    k_smooth_16: BFloat16[Array, "B S K H"] | None
+    k_smooth_16: BFloat16[Array, "B K S H"] | None
     value_16: Float[Array, "B S K H"]
     # O with a scale a row, not rounded to 16 bits of floating point: delta is made from it (arXiv 2510.04212).
     out_int16: Int16[Array, "B T N H"]

@@ -22,6 +22,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         block = 1 if config.query_scale == "token" else config.block_q
         factor = spec.scale * steps.LOG2_E
         q_int8, q_scale = _quantize.quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
+        q_scale = jnp.repeat(q_scale, block, axis=2)
     if spec.uses_int8("qk") or keep:
         mean = _quantize.key_mean(key, spec.key_length)[:, None] if config.smooth_k else 0.0
         k_smooth = _quantize.clear_padding(key.astype(jnp.float32) - mean, spec.key_length)
@@ -45,7 +46,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         k_int8=k_int8 if spec.uses_int8("qk", "dq") else None,
         k_scale=k_scale if spec.uses_int8("qk", "dq") else None,
         k_raw_16=k_16 if spec.keeps_16_bits("qk") else None,
-        k_smooth_16=k_smooth.astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None,
+        k_smooth_16=k_smooth.swapaxes(1, 2).astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None,
         value_16=value_16,
         out_int16=out_int16.swapaxes(1, 2),
         out_scale=out_scale,
@@ -130,7 +131,7 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
     start = jnp.zeros(q.shape, jnp.float32), nothing, nothing, jnp.zeros(q.shape[:-1], jnp.float32)
     firsts = jnp.arange(0, k.shape[2], span)
     spans_of_v_scale = jnp.moveaxis(v_scale, 2, 0) if int8_values and scale_a_span else None
-    k_scale_spans = None if k_scale is None else _spans(k_scale, 2, span)
+    k_scale_spans = None if k_scale is None else _spans(_scale_a_key(k_scale, k), 2, span)
     operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), spans_of_v_scale
     (out, _, shift, total), _ = lax.scan(step, start, operands)
     out = out / total[..., None]
@@ -144,8 +145,15 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
 def _score_operands(r, spec):
     """What S reads in the backward pass: q, k [B, N, time, H] and their scales."""
     if spec.uses_int8("qk"):
-        return r.q_int8, r.k_int8, r.q_scale, r.k_scale
-    return r.q_16.swapaxes(1, 2), r.k_raw_16.swapaxes(1, 2), r.q_scale, r.k_scale
+        q, k = r.q_int8, r.k_int8
+    else:
+        q, k = r.q_16.swapaxes(1, 2), r.k_raw_16.swapaxes(1, 2)
+    return q, k, r.q_scale, None if r.k_scale is None else _scale_a_key(r.k_scale, k)
+
+
+def _scale_a_key(k_scale, k):
+    """K's scales repeated for each key [B, K, S]."""
+    return jnp.repeat(k_scale, k.shape[2] // k_scale.shape[2], axis=2)
 
 
 def _grad_q_scan(r, dout, delta, spec):
@@ -174,7 +182,7 @@ def _grad_q_scan(r, dout, delta, spec):
         return dq + _dot("bkgts,bksh->bkgth", ds_int8, k_right) * ds_scale[..., None], None
 
     span = lambda x: None if x is None else _spans(x, 2, config.dq_span)
-    k_right = r.k_int8 if int8 else r.k_smooth_16.swapaxes(1, 2)
+    k_right = r.k_int8 if int8 else r.k_smooth_16
     firsts = jnp.arange(0, k.shape[2], config.dq_span)
     operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right)
     dq, _ = lax.scan(step, jnp.zeros(q.shape, jnp.float32), operands)
@@ -221,7 +229,8 @@ def _grad_kv_scan(r, dout, delta, spec):
     )
     if spec.uses_int8("dv"):
         block = 1 if config.dout_scale == "token" else config.block_q
-        do_operands = _quantize.quantize_tokens(dout, block=block, length=spec.query_length)
+        do_int8, do_scale = _quantize.quantize_tokens(dout, block=block, length=spec.query_length)
+        do_operands = do_int8, jnp.repeat(do_scale, block, axis=2)
     else:
         do_operands = do_16, None
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
