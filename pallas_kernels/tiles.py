@@ -74,7 +74,24 @@ HOPPER = (
     _row("grad_q_16", 128, False, 128, 64, 8, 3, 2.95),
     _row("grad_q_16", 128, True, 128, 64, 8, 3, 1.63),
 )
-TABLE = {(9, 0): HOPPER}
+# Not timed. Chosen with benchmarks.kernel_report for A100, RTX 4090 and RTX 5090, which have no wgmma: no spills, within
+# 101376 bytes of shared memory, and of those the fewest instructions a score.
+WITHOUT_WGMMA = (
+    _row("forward", 64, None, 64, 128, 4, 2),
+    _row("forward", 128, None, 32, 128, 4, 2),
+    _row("grad_v", 64, None, 64, 128, 4, 2),
+    _row("grad_v", 128, None, 64, 128, 4, 2),
+    _row("grad_k", 64, None, 64, 64, 4, 2),
+    _row("grad_k", 128, None, 128, 64, 8, 2),
+    _row("grad_q", 64, None, 64, 64, 4, 2),
+    _row("grad_q", 128, None, 128, 64, 8, 2),
+    _row("grad_kv_16", 64, None, 64, 32, 4, 2),
+    _row("grad_kv_16", 128, None, 64, 32, 4, 2),
+    _row("grad_q_16", 64, None, 64, 64, 4, 2),
+    _row("grad_q_16", 128, None, 128, 64, 8, 2),
+)
+# By compute capability; another one uses the nearest below.
+TABLE = {(8, 0): WITHOUT_WGMMA, (9, 0): HOPPER, (12, 0): WITHOUT_WGMMA}
 
 
 def forward_tile(spec, depth) -> Tile:
@@ -120,7 +137,7 @@ def _find(kernel, spec, depth, span) -> tuple[int, int, int, int]:
         fits = (span is None or row.summed == span) and row.rows <= most_rows
         if row.kernel == kernel and row.depth == max(depth, 64) and row.is_causal in (None, spec.is_causal) and fits:
             # Scores in 16 bits read twice the bytes; one stage less keeps them in shared memory.
-            stages = min(row.num_stages, 2) if spec.keeps_16_bits("qk") else row.num_stages
+            stages = max(1, row.num_stages - spec.keeps_16_bits("qk"))
             return row.rows, row.summed, row.num_warps, stages
     return min(64, most_rows), 64 if span is None else span, 4, 2
 

@@ -1,0 +1,172 @@
+"""Compile the kernels that `attention` launches for a GPU that is not there, and read what they cost.
+
+Forward and backward pass are traced for the GPU and each kernel in them is compiled ahead of time: XLA states threads
+and shared memory in its launch sequence, and the kernel's PTX goes through ptxas for registers and spills. Needs JAX's
+CUDA plugin (not the CUDA libraries, not a GPU) and the tools of `cuda_tools.py`.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import tempfile
+from pathlib import Path
+
+# The plugin's compiler is wanted, not the CUDA libraries that it would look for when JAX starts.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import cuda_tools
+from benchmarks.gpu_targets import TARGETS
+from benchmarks.traces import single_kernels
+from pallas_kernels import attention as passes
+from pallas_kernels import tiles
+from sagebwd_jax import SageConfig
+from sagebwd_jax._config import CallSpec
+
+# Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
+_BATCH, _LENGTH, _HEADS = 2, 8192, 2
+_PREFIX = "sagebwd_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelCost:
+    """What one kernel takes of a GPU.
+
+    Attributes:
+      registers: per thread. spilled: bytes per thread stored to memory for want of registers.
+      shared_bytes: dynamic shared memory of a block; shared_limit: what a block can have on this GPU.
+      threads: of a block. blocks_per_core: blocks that one multiprocessor holds at a time.
+      instructions: of the hottest loop per score that a thread computes, by kind; empty for kernels without one, and
+        where it was not asked for.
+    """
+
+    registers: int
+    spilled: int
+    shared_bytes: int
+    shared_limit: int
+    threads: int
+    blocks_per_core: int
+    instructions: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+class CompilerRefusal(Exception):
+    """The compiler refuses a kernel, for example since it needs more shared memory than a block can have."""
+
+
+def compile_kernel(
+    gpu: str, kernel: str, depth: int, causal: bool, config: SageConfig, *, with_loop: bool = False
+) -> KernelCost:
+    """The cost of one kernel, named as in `kernel_names`.
+
+    Raises:
+      ValueError: an unknown GPU, or a kernel that this config does not launch.
+      CompilerRefusal: see there.
+    """
+    traced = _trace(gpu, depth, causal, config)
+    if kernel not in traced.kernels:
+        raise ValueError(f"{kernel=} is not launched by this config: {', '.join(traced.kernels)} are")
+    with tempfile.TemporaryDirectory(prefix="kernel_cost_") as name:
+        folder, target = Path(name), TARGETS[gpu]
+        function, shapes = traced.kernels[kernel]
+        _compile(function, shapes, traced.mesh, folder)
+        threads, shared_bytes = _launch(folder)
+        [ptx] = [path for path in folder.glob("*.ptx") if f".entry {_PREFIX}" in path.read_text()]
+        cubin, registers, spilled = cuda_tools.assemble(ptx)
+        loop = cuda_tools.hottest_loop(cubin) if with_loop and kernel in traced.tile_areas else {}
+        return KernelCost(
+            registers=registers,
+            spilled=spilled,
+            shared_bytes=shared_bytes,
+            shared_limit=target.shared_per_block,
+            threads=threads,
+            blocks_per_core=target.blocks_per_core(registers, shared_bytes, threads),
+            instructions={kind: count * threads / traced.tile_areas[kernel] for kind, count in loop.items()},
+        )
+
+
+def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig) -> list[str]:
+    """The kernels of one forward and backward pass, without "sagebwd_"; the second of one name ends in "_2"."""
+    return list(_trace(gpu, depth, causal, config).kernels)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """The kernels for one GPU, as functions with their shapes, and the scores in a tile of those of attention."""
+
+    mesh: jax.sharding.Mesh
+    kernels: dict
+    tile_areas: dict[str, int]
+
+
+@functools.cache
+def _trace(gpu, depth, causal, config) -> _Trace:
+    """Trace both passes for a GPU, without compiling anything."""
+    if gpu not in TARGETS:
+        raise ValueError(f"{gpu=}: known are {', '.join(TARGETS)}")
+    mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
+    spec = CallSpec(
+        is_causal=causal,
+        scale=depth**-0.5,
+        query_length=_LENGTH,
+        key_length=_LENGTH,
+        implementation="triton",
+        differentiates_lse=False,
+        config=config,
+    )
+
+    def both_passes(query, key, value, dout):
+        out, lse, residuals = passes.forward(query, key, value, spec=spec, keep=True)
+        assert residuals is not None
+        return out, lse, passes.backward(residuals, dout, None, spec=spec)
+
+    shapes = [jax.ShapeDtypeStruct((_BATCH, _LENGTH, _HEADS, depth), jnp.bfloat16)] * 4
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return _Trace(mesh, single_kernels(both_passes, shapes), _tile_areas(spec, depth))
+
+
+def _topology(description):
+    """One GPU of this description, as JAX's ahead-of-time compiler knows it."""
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "JAX has no CUDA compiler in this process: install jax[cuda13-local], and import benchmarks.kernel_cost "
+            "before JAX starts, or set JAX_PLATFORMS=cpu"
+        ) from error
+
+
+def _tile_areas(spec, depth) -> dict[str, int]:
+    """Scores in one tile of each attention kernel, for the GPU that calls are compiled for."""
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
+    chosen = {"forward": tiles.forward_tile(spec, depth), "grad_q": tiles.grad_q_tile(spec, depth)}
+    chosen |= {"grad_kv": tile_k} if joint else {"grad_k": tile_k, "grad_v": tile_v}
+    return {name: tile.block_q * tile.block_k for name, tile in chosen.items()}
+
+
+def _compile(kernel, shapes, mesh, folder):
+    """Compile one kernel ahead of time; XLA's files go to `folder`."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
+    # "ptx" names no emitter: it leaves only the PTX, which the releases from 0.11 on write if this option is set.
+    options: dict[str, str | bool] = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(kernel).lower(*shapes)
+        try:
+            lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            raise CompilerRefusal(str(error).removesuffix(", context: []")) from error
+
+
+def _launch(folder) -> tuple[int, int]:
+    """Threads and bytes of shared memory of the one kernel of ours, from XLA's launch sequence."""
+    [sequence] = folder.glob("*thunk_sequence.txt")
+    pattern = rf"{_PREFIX}\w+ grid: .*? threads: \[(\d+), 1, 1\] +shared_memory: (\d+) bytes"
+    launches = re.findall(pattern, sequence.read_text())
+    if len(launches) != 1:
+        raise RuntimeError(f"XLA's launch sequence should name one kernel {_PREFIX}*, but has {len(launches)}")
+    return int(launches[0][0]), int(launches[0][1])

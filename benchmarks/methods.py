@@ -1,0 +1,126 @@
+"""The JAX methods that are timed: SageBwd's presets, whole and as kernels alone, and the peers that are installed."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import jax
+
+from benchmarks.cases import Case
+from benchmarks.traces import split_at_kernels
+from pallas_kernels import attention as kernels
+from sagebwd_jax import SageConfig, attention
+from sagebwd_jax._config import CallSpec
+
+PRESETS = {"sagebwd": SageConfig(), "sagebwd mixed": SageConfig.mixed()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """`attend(query, key, value, is_causal=...)` under a name; `precision` is a key of `cases.ERROR_BOUND`."""
+
+    name: str
+    precision: str
+    attend: Callable
+    config: SageConfig | None = None
+
+    def passes(self) -> tuple[str, ...]:
+        """The passes it is timed on."""
+        whole = ("forward", "forward+backward")
+        return whole if self.config is None else (*whole, "forward kernels", "backward kernels")
+
+
+def jax_methods(sagebwd_implementation: str = "triton", *, dry: bool = False) -> list[Method]:
+    """SageBwd first, then the peers; with `dry`, only what runs on a CPU."""
+    ours = [
+        Method(
+            name=name,
+            precision="int8",
+            attend=functools.partial(attention, implementation=sagebwd_implementation, config=config),
+            config=config,
+        )
+        for name, config in PRESETS.items()
+    ]
+    if dry:
+        return [*ours, Method(name="XLA", precision="16-bit", attend=jax.nn.dot_product_attention)]
+    peers = {
+        "cuDNN": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
+        "Pallas mha": _pallas_mha,
+    }
+    if importlib.util.find_spec("tokamax") is not None:
+        peers |= {
+            "tokamax Triton": functools.partial(_tokamax, implementation="triton"),
+            "tokamax Mosaic GPU": functools.partial(_tokamax, implementation="mosaic"),
+        }
+    return ours + [Method(name=name, precision="16-bit", attend=attend) for name, attend in peers.items()]
+
+
+def _pallas_mha(query, key, value, *, is_causal):
+    """JAX's own Triton kernel through Pallas, the same compiler as ours."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention as pallas_attention
+    # Its default tiles of 32 in the backward pass would make it look slower than it can be.
+    blocks = pallas_attention.BlockSizes(
+        block_q=128, block_k=64, block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64
+    )
+    scale = query.shape[-1] ** -0.5
+    return pallas_attention.mha(query, key, value, None, scale, is_causal, blocks)
+
+
+def _tokamax(query, key, value, *, is_causal, implementation):
+    """tokamax, imported when it is first used."""
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    return tokamax.dot_product_attention(query, key, value, is_causal=is_causal, implementation=implementation)
+
+
+def whole_pass(method: Method, pass_: str, case: Case) -> Callable:
+    """The pass as a function of (query, key, value, dout): O, or (O, dQ, dK, dV)."""
+    attend = functools.partial(method.attend, is_causal=case.causal)
+    if pass_ == "forward":
+        return lambda query, key, value, dout: (attend(query, key, value),)
+
+    def forward_and_backward(query, key, value, dout):
+        out, vjp = jax.vjp(attend, query, key, value)
+        return (out, *vjp(dout))
+
+    return forward_and_backward
+
+
+def kernel_pass(method: Method, pass_: str, case: Case) -> tuple[Callable, Callable]:
+    """(prepare, run): `prepare(query, key, value, dout)` makes the operands that `run`, the kernels alone, takes.
+
+    `run` returns O (and what else the forward kernel writes), or (dQ, dK, dV) in the order of `attention.backward`.
+    """
+    if method.config is None:
+        raise ValueError(f"{method.name} has no kernels of ours")
+    spec = CallSpec(
+        is_causal=case.causal,
+        scale=case.depth**-0.5,
+        query_length=case.length,
+        key_length=case.length,
+        implementation="triton",
+        differentiates_lse=False,
+        config=method.config,
+    )
+    shapes = [jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16)] * 4
+    if pass_ == "forward kernels":
+
+        def forward(query, key, value, dout):
+            return kernels.forward(query, key, value, spec=spec, keep=False)[0]
+
+        return split_at_kernels(forward, shapes)
+
+    def residuals_of(query, key, value):
+        return kernels.forward(query, key, value, spec=spec, keep=True)[2]
+
+    def backward(residuals, dout):
+        return kernels.backward(residuals, dout, None, spec=spec)
+
+    residual_shapes = jax.eval_shape(residuals_of, *shapes[:3])
+    prepare, run = split_at_kernels(backward, (residual_shapes, shapes[3]))
+    return lambda query, key, value, dout: prepare(residuals_of(query, key, value), dout), run

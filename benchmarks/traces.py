@@ -1,0 +1,86 @@
+"""Take kernels out of a traced function: what `attention` really launches, not a copy of how it does."""
+
+from collections.abc import Callable
+
+import jax
+from jax.extend import core
+
+_PREFIX = "sagebwd_"
+_ATTENTION_KERNELS = ("forward", "grad")
+
+
+def kernel_name(eqn) -> str | None:
+    """The name of the kernel that an equation launches, without "sagebwd_"; None if it launches none of ours."""
+    if eqn.primitive.name != "pallas_call":
+        return None
+    name = str(eqn.params["name"])
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None
+
+
+def single_kernels(function: Callable, shapes) -> dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]]:
+    """Each kernel that `function` launches, as a function, and the shapes it takes; a second of one name gets "_2"."""
+    jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
+    kernels, seen = {}, set()
+    for eqn in jaxpr.eqns:
+        name = kernel_name(eqn)
+        operands = _variables(eqn)
+        signature = name, tuple(str(v.aval) for v in operands)
+        if name is None or signature in seen:
+            continue
+        seen.add(signature)
+        # What nobody reads is still written, but a jaxpr cannot return it.
+        results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+        launch = core.jaxpr_as_fun(_part(jaxpr, [eqn], operands, results))
+        name = f"{name}_2" if name in kernels else name
+        kernels[name] = launch, [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    return kernels
+
+
+def split_at_kernels(function: Callable, shapes) -> tuple[Callable, Callable]:
+    """(prepare, run): what makes the operands of `function`'s attention kernels, and those kernels alone.
+
+    The kernels must not need each other's results, and the function's results must be theirs.
+    """
+    traced, result_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    jaxpr = traced.jaxpr
+    launches = [eqn for eqn in jaxpr.eqns if _is_attention_kernel(eqn)]
+    made_by_kernels = {v for eqn in launches for v in eqn.outvars}
+    operands = list(dict.fromkeys(v for eqn in launches for v in _variables(eqn)))
+    if not launches or made_by_kernels.intersection(operands) or not made_by_kernels.issuperset(jaxpr.outvars):
+        raise ValueError(f"{function.__name__} is not a set of independent kernels whose results it returns")
+    before = [e for e in jaxpr.eqns if not _is_attention_kernel(e) and made_by_kernels.isdisjoint(_variables(e))]
+    make_operands = core.jaxpr_as_fun(
+        _part(jaxpr, before, jaxpr.invars, operands, constants=dict(zip(jaxpr.constvars, traced.consts, strict=True)))
+    )
+    launch = core.jaxpr_as_fun(_part(jaxpr, launches, operands, jaxpr.outvars))
+
+    def prepare(*inputs):
+        return tuple(make_operands(*jax.tree.leaves(inputs)))
+
+    def run(*operands):
+        return jax.tree.unflatten(jax.tree.structure(result_shapes), launch(*operands))
+
+    return prepare, run
+
+
+def _is_attention_kernel(eqn) -> bool:
+    """Whether an equation launches an attention kernel; those that quantise are not meant."""
+    return (kernel_name(eqn) or "").startswith(_ATTENTION_KERNELS)
+
+
+def _variables(eqn):
+    """The variables that an equation reads, each once."""
+    return list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
+
+
+def _part(jaxpr, equations, inputs, outputs, constants=None):
+    """A closed jaxpr of some of the equations."""
+    constants = constants or {}
+    part = jaxpr.replace(
+        eqns=equations,
+        invars=inputs,
+        outvars=outputs,
+        constvars=list(constants),
+        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return core.ClosedJaxpr(part, list(constants.values()))
