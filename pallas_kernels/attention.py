@@ -45,7 +45,6 @@ class BackwardOperands:
     q_16: jax.Array | None
     k_16: jax.Array | None
     dout_turned: jax.Array | None
-    dout_scale: jax.Array | None
 
 
 def to_16_bits(x):
@@ -135,7 +134,6 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
         q_16=r.q_16,
         k_16=r.k_smooth_16,
         dout_turned=quantized[0] if int8_dv else None,
-        dout_scale=quantized[1] if int8_dv else None,
     )
     joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
     if joint:

@@ -3,6 +3,8 @@
 May be changed: how a tile is computed. Must stay: one row of P is rounded over `pv_span` keys, the tile's length.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -31,7 +33,9 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
         scale_refs, out_refs = refs[: 2 * int8_scores + int8_values], refs[2 * int8_scores + int8_values :]
         _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, spec=spec, tile=tile)
 
-    scales = [(q_scale, own_rows(tile.block_q)), (k_scale, None), (v_scale, None)]
+    tiles = queries // tile.block_q
+    own = functools.partial(own_rows, tile.block_q, last=tiles - 1 if spec.is_causal else None)
+    scales = [(q_scale, own()), (k_scale, None), (v_scale, None)]
     scales = [(x, spec_ or whole_head(x, group=group)) for x, spec_ in scales if x is not None]
     shapes = [
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
@@ -39,15 +43,15 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
         jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.int16),
         jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
     ]
-    own_out, own_row = own_rows(tile.block_q, depth, heads_last=True), own_rows(tile.block_q)
+    own_out, own_row = own(depth, heads_last=True), own()
     outputs = 4 if keep_out else 2
     return call(
         kernel,
         "sagebwd_forward",
-        (queries // tile.block_q, heads, batch),
+        (tiles, heads, batch),
         [q, k, v, *(x for x, _ in scales)],
         [
-            own_rows(tile.block_q, depth, heads_last=not int8_scores),
+            own(depth, heads_last=not int8_scores),
             whole_head(k, heads_last=not int8_scores, group=group),
             whole_head(v, heads_last=not int8_values, group=group),
             *(spec_ for _, spec_ in scales),
@@ -61,7 +65,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
 
 def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
     """One program: block_q queries against every key that they see."""
-    i, q = pl.program_id(0), q_ref[...]
+    i, q = steps.query_tile(spec), q_ref[...]
     block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
     int8_scores, int8_values = spec.uses_int8("qk"), spec.uses_int8("pv")
     shape = (block_q, block_k)

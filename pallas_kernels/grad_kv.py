@@ -16,7 +16,7 @@ from pallas_kernels.launch import Tile, call, own_rows, whole_group, whole_head
 
 
 def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
-    """dK and dV [B, S, K, H], those that are wanted, in this order.
+    """dK and dV [B, S, K, H], those that are wanted, in this order; both only if both products are in 16 bits.
 
     `ops` is a `BackwardOperands` (attention.py): what each product reads, in the order and type it reads.
     """
@@ -32,9 +32,12 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
         k=(ops.k, own_rows(tile.block_k, depth, heads_last=not int8_scores)),
         poison=(ops.poison, whole_head(ops.poison)),
     )
+    # A kernel of one INT8 product takes the scale that varies along its sum with the exponent, for nothing.
     shift = ops.shift
-    if want_dk != want_dv and spec.uses_int8("dk" if want_dk else "dv"):
-        shift = ops.shift_dk if want_dk else ops.shift_dv
+    if want_dk and spec.uses_int8("dk"):
+        shift = ops.shift_dk
+    elif want_dv and spec.uses_int8("dv"):
+        shift = ops.shift_dv
     inputs |= dict(shift=queries(shift))
     if int8_scores:
         one_scale = spec.config.key_scale == "block"
@@ -46,11 +49,10 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
         inputs |= dict(v=(ops.v, own_rows(tile.block_k, depth, heads_last=True)), delta=queries(ops.delta))
         if spec.uses_int8("dk"):
             inputs |= dict(q_turned=queries(ops.q_turned))
-            inputs |= dict(q_scale=queries(ops.q_scale))
         else:
             inputs |= dict(q_16=queries(ops.q_16, heads_last=True))
     if want_dv and spec.uses_int8("dv"):
-        inputs |= dict(dout_turned=queries(ops.dout_turned), dout_scale=queries(ops.dout_scale))
+        inputs |= dict(dout_turned=queries(ops.dout_turned))
 
     names = list(inputs)
 
@@ -92,7 +94,7 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         k_scale = refs["k_scale"][j * block_k // spec.config.block_k] if uniform_keys else refs["k_scale"][...]
 
     def probabilities(g, i, rows, edge):
-        """P^T [keys, queries]."""
+        """P^T [keys, queries], times the scale that `shift` holds."""
         s = steps.score_tile(k, refs["q"][(g, rows, slice(None)) if int8_scores else (rows, g, slice(None))])
         if not int8_scores:
             scale = jnp.full((1, 1), spec.scale * steps.LOG2_E, jnp.float32)
@@ -117,8 +119,6 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         if not int8_dv:
             dout = refs["dout"][rows, g, :]
             return dv + steps.dot_16(p.astype(dout.dtype), dout, b_is_turned=True)
-        if want_dk:
-            p = p * refs["dout_scale"][g, rows][None, :]
         p_int8, p_scale = steps.quantize_row(p, whole_tile=whole_tile)
         product = steps.dot_int8(p_int8, refs["dout_turned"][g, :, rows])
         return ptx.fma(product, p_scale[:, None], dv, dv.shape)
@@ -130,8 +130,6 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
             # bfloat16 even for float16 inputs: nothing bounds dS.
             q_16 = refs["q_16"][rows, g, :].astype(jnp.bfloat16)
             return dk + steps.dot_16(ds.astype(jnp.bfloat16), q_16, b_is_turned=True)
-        if want_dv:
-            ds = ds * refs["q_scale"][g, rows][None, :]
         ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=whole_tile)
         return ptx.fma(steps.dot_int8(ds_int8, refs["q_turned"][g, :, rows]), ds_scale[:, None], dk, dk.shape)
 

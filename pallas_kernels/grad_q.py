@@ -1,6 +1,7 @@
 """The kernel of dQ = dS K for a tile of queries.
 
-May be changed: how a tile is computed. Must stay: a query's row of dS is rounded over `dq_span` keys, the tile's length.
+May be changed: how a tile is computed. Must stay: a query's row of dS is rounded over `dq_span` keys, the
+tile's length.
 """
 
 import jax
@@ -15,10 +16,10 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
     """dQ [B, T, N, H]; `ops` is a `BackwardOperands` (attention.py)."""
     int8_scores, int8_dq = spec.uses_int8("qk"), spec.uses_int8("dq")
     batch, queries, heads, depth = ops.dout.shape
-    group = heads // ops.v.shape[2]
+    group, tiles = heads // ops.v.shape[2], queries // tile.block_q
 
     def own(x, *depth, heads_last=False):
-        return x, own_rows(tile.block_q, *depth, heads_last=heads_last)
+        return x, own_rows(tile.block_q, *depth, heads_last=heads_last, last=tiles - 1 if spec.is_causal else None)
 
     def keys(x, heads_last=False):
         return x, whole_head(x, heads_last=heads_last, group=group)
@@ -44,11 +45,11 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
     return call(
         kernel,
         "sagebwd_grad_q",
-        (queries // tile.block_q, heads, batch),
+        (tiles, heads, batch),
         [x for x, _ in inputs.values()],
         [block for _, block in inputs.values()],
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
-        own_rows(tile.block_q, depth, heads_last=True),
+        own(ops.dout, depth, heads_last=True)[1],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -56,7 +57,7 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
 
 def _grad_q_tile(refs, dq_ref, *, spec, tile):
     """One program: block_q queries against every key that they see."""
-    i, q, dout = pl.program_id(0), refs["q"][...], refs["dout"][...]
+    i, q, dout = steps.query_tile(spec), refs["q"][...], refs["dout"][...]
     lse, delta = refs["lse"][...], refs["delta"][...]
     block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
     shape = (block_q, block_k)

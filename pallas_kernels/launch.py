@@ -78,11 +78,15 @@ def inline_ptx(code, constraints, args, dtype, *, pack=1):
     return result
 
 
-def own_rows(rows, *depth, heads_last=False):
-    """BlockSpec of what grid point (i, n, b) owns: `rows` of [B, N, time, ...], or of [B, time, N, ...] if `heads_last`."""
+def own_rows(rows, *depth, heads_last=False, last=None):
+    """BlockSpec of the `rows` that grid point (i, n, b) owns of [B, N, time, ...], or [B, time, N, ...] if `heads_last`.
+
+    With `last`, the last tile comes first: the order in which causal queries start with their longest programs.
+    """
+    tile = (lambda i: i) if last is None else (lambda i: last - i)
     if heads_last:
-        return pl.BlockSpec((None, rows, None, *depth), lambda i, n, b: (b, i, n, *[0] * len(depth)))
-    return pl.BlockSpec((None, None, rows, *depth), lambda i, n, b: (b, n, i, *[0] * len(depth)))
+        return pl.BlockSpec((None, rows, None, *depth), lambda i, n, b: (b, tile(i), n, *[0] * len(depth)))
+    return pl.BlockSpec((None, None, rows, *depth), lambda i, n, b: (b, n, tile(i), *[0] * len(depth)))
 
 
 def own_columns(depth, columns):

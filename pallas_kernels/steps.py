@@ -126,6 +126,12 @@ def loop_tiles(body, carry, phases):
     return carry
 
 
+def query_tile(spec):
+    """The tile of queries that a program owns: the last first if causal, whose programs are the longest."""
+    i = pl.program_id(0)
+    return pl.num_programs(0) - 1 - i if spec.is_causal else i
+
+
 def key_phases(query_tile, block_q, block_k, *, is_causal, key_length):
     """The phases of a program that owns a tile of queries: tiles of keys that need masks, then whole ones.
 
