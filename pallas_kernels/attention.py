@@ -25,8 +25,8 @@ from sagebwd_jax._residuals import Residuals
 class BackwardOperands:
     """What the products of the backward pass read, in the order and type they read; None what none of them reads."""
 
-    q: jax.Array
-    k: jax.Array
+    q: jax.Array | None
+    k: jax.Array | None
     v: jax.Array
     dout: jax.Array
     lse: jax.Array

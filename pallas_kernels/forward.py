@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import ptx, steps
 from pallas_kernels.launch import Tile, call, own_rows, whole_head
 
+# A hidden score before its scale, and the scale of a row whose own is 0: their product is far below any softmax shift.
 HIDDEN = -3e38
 TINY_SCALE = 1e-30
 
@@ -20,8 +21,8 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
     """O [B, T, N, H], its log-sum-exp in base 2 [B, N, T], and with `keep_out` O in int16 with a scale a row.
 
     Args:
-      q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T] and [B, K, S] or [B, K, S / block_k], which hold the logits' scale in base
-        2; or 16-bit [B, T, N, H] and [B, S, K, H] with scales None.
+      q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T], which hold the logits' scale in base 2, and
+        [B, K, S] or [B, K, S / block_k]; or 16-bit [B, T, N, H] and [B, S, K, H] with scales None.
       v: turned int8 [B, K, H, S] with scales [B, K, H] (a channel) or [B, K, S / pv_span] (a tile); or 16-bit
         [B, S, K, H] with scales None.
     """

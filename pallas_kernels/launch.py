@@ -79,7 +79,7 @@ def inline_ptx(code, constraints, args, dtype, *, pack=1):
 
 
 def own_rows(rows, *depth, heads_last=False, last=None):
-    """BlockSpec of the `rows` that grid point (i, n, b) owns of [B, N, time, ...], or [B, time, N, ...] if `heads_last`.
+    """The rows that program (i, n, b) owns of [B, N, time, ...], or of [B, time, N, ...] if `heads_last`.
 
     With `last`, the last tile comes first: the order in which causal queries start with their longest programs.
     """

@@ -69,7 +69,8 @@ def channel_partials(x, *, reduce):
 def quantize_tokens(x, mean=None, *, block, length, repeat_scale, factor=1.0, keep_16_bits=False):
     """Q or K as INT8 [B, N, time, H] with one scale a token (block=1), or one per `block` tokens.
 
-    Scales are [B, N, time] with `repeat_scale`, else [B, N, time / block]. Quantises factor * (x - mean); mean is [B, N, H]. `keep_16_bits` adds that difference in bfloat16, [B, N, time, H].
+    Scales are [B, N, time] with `repeat_scale`, else [B, N, time / block]. Quantises
+    factor * (x - mean); mean is [B, N, H]. `keep_16_bits` adds that difference in bfloat16, [B, N, time, H].
     """
     batch, time, heads, depth = x.shape
 
@@ -171,8 +172,9 @@ def turn(x_int8):
 
 
 def quantize_dout(dout, out_int16, out_scale, *, block, int8):
-    """delta = rowsum(dO * O) [B, N, time] and, if `int8`, dO as turned INT8 with scales [B, N, time]: one a token (block=1), or one
-    per `block` tokens.
+    """delta = rowsum(dO * O) [B, N, time] and, if `int8`, dO as turned INT8 with scales [B, N, time].
+
+    dO has one scale a token (block=1), or one per `block` tokens.
 
     O is what the forward pass kept of it before it was rounded to 16 bits: int16 [B, time, N, H] with a scale a row.
     """

@@ -74,8 +74,8 @@ HOPPER = (
     _row("grad_q_16", 128, False, 128, 64, 8, 3, 2.95),
     _row("grad_q_16", 128, True, 128, 64, 8, 3, 1.63),
 )
-# Not timed. Chosen with benchmarks.kernel_report for A100, RTX 4090 and RTX 5090, which have no wgmma: no spills, within
-# 101376 bytes of shared memory, and of those the fewest instructions a score.
+# Not timed: chosen with benchmarks.kernel_report on 2026-11-29 for A100, RTX 4090 and RTX 5090, which have no wgmma: no
+# spills, within 101376 bytes of shared memory, and of those the fewest instructions a score.
 WITHOUT_WGMMA = (
     _row("forward", 64, None, 64, 128, 4, 2),
     _row("forward", 128, None, 32, 128, 4, 2),

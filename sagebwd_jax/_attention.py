@@ -101,7 +101,7 @@ def _attend(query, key, value, scale, is_causal, implementation, with_lse, confi
         return jnp.zeros_like(query), jnp.full((batch, queries, heads), -jnp.inf, jnp.float32)
     if scale is None:
         scale = depth**-0.5
-    elif not isinstance(scale, numbers.Number):
+    elif not isinstance(scale, numbers.Real):
         query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
     spec = CallSpec(
         is_causal=is_causal,
@@ -112,8 +112,7 @@ def _attend(query, key, value, scale, is_causal, implementation, with_lse, confi
         differentiates_lse=with_lse,
         config=config,
     )
-    padded = (_pad(x) for x in (query, key, value))
-    out, lse = attention_core(*padded, spec)
+    out, lse = attention_core(_pad(query), _pad(key), _pad(value), spec)
     lse = lse.swapaxes(1, 2)[:, :queries]
     if with_lse:
         lse = _natural_lse(lse, query, key, spec)
@@ -128,7 +127,7 @@ def _pad(x):
 
 
 def _natural_lse(lse, query, key, spec):
-    """The log-sum-exp [B, T, N] of the unsmoothed logits, natural: smoothing took scale * q mean(k) from each of them."""
+    """The natural log-sum-exp [B, T, N] of the unsmoothed logits: smoothing took scale * q mean(k) from each one."""
     lse = lse / steps.LOG2_E
     if not spec.config.smooth_k or spec.keeps_16_bits("qk"):
         return lse

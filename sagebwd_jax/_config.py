@@ -17,7 +17,7 @@ class SageConfig:
     """How the six INT8 matrix products of attention are quantised (arXiv 2603.02170, sections 3 and 6).
 
     All scales are absmax/127 over the values that share them, held in float32. dP = dO V^T is always a 16-bit product.
-    The defaults are finer than the paper's one scale per tile, where that costs nothing; `faithful()` gives the paper's.
+    The defaults are finer than the paper's one scale per tile where that costs nothing; `faithful()` has the paper's.
 
     Attributes:
       smooth_k: subtract from K its mean over the keys of a head before it is quantised. Softmax does not change.
@@ -98,7 +98,7 @@ class SageConfig:
 
     @classmethod
     def precise(cls) -> "SageConfig":
-        """Q K^T in 16 bits, the other products in INT8 with finer scales: the most accurate, above all of large logits."""
+        """Q K^T in 16 bits, the others in INT8 with finer scales: the most accurate, above all of large logits."""
         return cls(sixteen_bit=frozenset({"qk"}), pv_span=64, dv_span=64)
 
 

@@ -1,4 +1,4 @@
-"""Smoothing and symmetric INT8 quantisation in plain JAX: what pallas_kernels/quantize.py does, for every other platform.
+"""Smoothing and symmetric INT8 quantisation in plain JAX: what pallas_kernels/quantize.py does, for other platforms.
 
 Tensors are in canonical form: [B, time, N, H] comes in, INT8 [B, N, time, H] goes out, time a multiple of every block.
 """

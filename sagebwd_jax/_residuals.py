@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the backward pass: the same for every implementation, each under a documented name."""
+"""What the forward pass keeps for the backward pass: the same for every implementation, under documented names."""
 
 import dataclasses
 
@@ -42,10 +42,8 @@ class Residuals:
     def named(self) -> "Residuals":
         """The same, each tensor under its checkpoint name."""
         prefixes = dict(q="query", k="key", value="value", out="out", lse="lse")
-        return Residuals(
-            **{
-                field.name: None if x is None else checkpoint_name(x, f"sagebwd_{prefixes[field.name.split('_')[0]]}")
-                for field in dataclasses.fields(self)
-                for x in [getattr(self, field.name)]
-            }
+        kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        names = {name: f"sagebwd_{prefixes[name.split('_')[0]]}" for name in kept}
+        return dataclasses.replace(
+            self, **{name: checkpoint_name(x, names[name]) for name, x in kept.items() if x is not None}
         )

@@ -21,8 +21,7 @@ def _run(function: str, spec: CallSpec, *operands, **static):
     return lax.platform_dependent(*operands, cuda=choices["triton"], default=choices["xla"])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def attention_core(query, key, value, spec: CallSpec):
+def _core(query, key, value, spec: CallSpec):
     """O [B, T, N, H] and its log-sum-exp in base 2 [B, N, T], of inputs in canonical form."""
     out, lse, _ = _run("forward", spec, query, key, value, keep=False)
     return out, lse
@@ -40,4 +39,5 @@ def _backward(spec, residuals, cotangents):
     return _run("backward", spec, residuals, dout, dlse if spec.differentiates_lse else None)
 
 
+attention_core = jax.custom_vjp(_core, nondiff_argnames=("spec",))
 attention_core.defvjp(_forward, _backward)

@@ -17,7 +17,7 @@ from sagebwd_jax._residuals import Residuals
 def forward(query, key, value, *, spec: CallSpec, keep: bool):
     """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
     config = spec.config
-    q_int8 = q_scale = k_int8 = k_scale = k_smooth = None
+    q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
         block = 1 if config.query_scale == "token" else config.block_q
         factor = spec.scale * steps.LOG2_E
@@ -28,6 +28,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         k_smooth = _quantize.clear_padding(key.astype(jnp.float32) - mean, spec.key_length)
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale = _quantize.quantize_tokens(k_smooth, block=block, length=spec.key_length)
+        k_smooth_16 = k_smooth.swapaxes(1, 2).astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None
     q_16, k_16, value_16 = to_16_bits(query), to_16_bits(key), to_16_bits(value)
 
     if spec.uses_int8("qk"):
@@ -46,7 +47,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         k_int8=k_int8 if spec.uses_int8("qk", "dq") else None,
         k_scale=k_scale if spec.uses_int8("qk", "dq") else None,
         k_raw_16=k_16 if spec.keeps_16_bits("qk") else None,
-        k_smooth_16=k_smooth.swapaxes(1, 2).astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None,
+        k_smooth_16=k_smooth_16,
         value_16=value_16,
         out_int16=out_int16.swapaxes(1, 2),
         out_scale=out_scale,
@@ -105,13 +106,15 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
     q = _group(q, kv_heads)
     q_scale = None if q_scale is None else _group(q_scale, kv_heads)
     value = value.swapaxes(1, 2)
-    int8_values, scale_a_span = spec.uses_int8("pv"), spec.config.value_scale == "block"
+    int8_values = spec.uses_int8("pv")
+    span_scales = channel_scale = None
     if not int8_values:
-        v, v_scale = to_16_bits(value), None
-    elif scale_a_span:
+        v = to_16_bits(value)
+    elif spec.config.value_scale == "block":
         v, v_scale = _quantize.round_blocks(value.astype(jnp.float32), span)
+        span_scales = jnp.moveaxis(v_scale, 2, 0)
     else:
-        v, v_scale = _quantize.round_channels(value.astype(jnp.float32))
+        v, channel_scale = _quantize.round_channels(value.astype(jnp.float32))
 
     def step(carry, operands):
         out, peak, shift, total = carry
@@ -123,20 +126,19 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
         p = jnp.exp2(s + (offset - new_shift)[..., None])
         p_rounded = _quantize.round_to_int8(p) if int8_values else p.astype(v.dtype)
         product = _dot("bkgts,bksh->bkgth", p_rounded, v)
-        if int8_values and scale_a_span:
+        if v_scale is not None:
             product = product * v_scale[:, :, None, None, None]
         return (out * keep[..., None] + product, peak, new_shift, total * keep + p.sum(-1)), None
 
     nothing = jnp.full(q.shape[:-1], steps.NO_SCORE, jnp.float32)
     start = jnp.zeros(q.shape, jnp.float32), nothing, nothing, jnp.zeros(q.shape[:-1], jnp.float32)
     firsts = jnp.arange(0, k.shape[2], span)
-    spans_of_v_scale = jnp.moveaxis(v_scale, 2, 0) if int8_values and scale_a_span else None
     k_scale_spans = None if k_scale is None else _spans(_scale_a_key(k_scale, k), 2, span)
-    operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), spans_of_v_scale
+    operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), span_scales
     (out, _, shift, total), _ = lax.scan(step, start, operands)
     out = out / total[..., None]
-    if int8_values and not scale_a_span:
-        out = out * v_scale[:, :, None, None]
+    if channel_scale is not None:
+        out = out * channel_scale[:, :, None, None]
     lse = shift + jnp.log2(total) - (steps.LOG2_INT8_MAX if int8_values else 0.0)
     lse = jnp.where(jnp.arange(queries) < spec.query_length, lse, steps.NO_QUERY)
     return out.reshape(batch, heads, queries, depth), lse.reshape(batch, heads, queries)
@@ -181,7 +183,9 @@ def _grad_q_scan(r, dout, delta, spec):
             ds_scale = ds_scale * k_scale[:, :, :1, None]
         return dq + _dot("bkgts,bksh->bkgth", ds_int8, k_right) * ds_scale[..., None], None
 
-    span = lambda x: None if x is None else _spans(x, 2, config.dq_span)
+    def span(x):
+        return None if x is None else _spans(x, 2, config.dq_span)
+
     k_right = r.k_int8 if int8 else r.k_smooth_16
     firsts = jnp.arange(0, k.shape[2], config.dq_span)
     operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right)
@@ -222,11 +226,12 @@ def _grad_kv_scan(r, dout, delta, spec):
         return dk + (_dot("bkgst,bkgth->bkgsh", ds_int8, q_right) * ds_scale[..., None]).sum(2), None
 
     zeros = jnp.zeros(v.shape, jnp.float32)
-    span = lambda x, length: None if x is None else _spans(_group(x, kv_heads), 3, length)
-    each = lambda length, *more: (
-        jnp.arange(0, q.shape[2], length),
-        *(span(x, length) for x in (q, q_scale, r.lse, *more)),
-    )
+
+    def operands(length, *more):
+        """What a step reads of its span of queries: where it starts, q, its scale, its log-sum-exp, and more."""
+        spans = (None if x is None else _spans(_group(x, kv_heads), 3, length) for x in (q, q_scale, r.lse, *more))
+        return jnp.arange(0, q.shape[2], length), *spans
+
     if spec.uses_int8("dv"):
         block = 1 if config.dout_scale == "token" else config.block_q
         do_int8, do_scale = _quantize.quantize_tokens(dout, block=block, length=spec.query_length)
@@ -234,6 +239,6 @@ def _grad_kv_scan(r, dout, delta, spec):
     else:
         do_operands = do_16, None
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
-    dv, _ = lax.scan(dv_step, zeros, each(config.dv_span, *do_operands))
-    dk, _ = lax.scan(dk_step, zeros, each(config.dk_span, do_16, delta, q_right))
+    dv, _ = lax.scan(dv_step, zeros, operands(config.dv_span, *do_operands))
+    dk, _ = lax.scan(dk_step, zeros, operands(config.dk_span, do_16, delta, q_right))
     return dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale), dv

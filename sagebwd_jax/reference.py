@@ -41,7 +41,7 @@ def exact_attention(
     """
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
     visible = _visible(q.shape[1], k.shape[1], is_causal)
     lse = jax.nn.logsumexp(jnp.where(visible, logits, -jnp.inf), axis=-1, keepdims=True)
@@ -72,7 +72,7 @@ def quantized_attention_and_grads(
     """
     config = SageConfig() if config is None else config
     groups = query.shape[2] // key.shape[2]
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     # [B, N, time, H] from here on.
     q, k, v, do = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key, value, dout))
     q16, k16, v16, do16 = (_to_16_bits(x).swapaxes(1, 2) for x in (query, key, value, dout))
@@ -116,8 +116,8 @@ def quantized_attention_and_grads(
     lse = lse / LOG2_E
     if config.smooth_k and "qk" not in config.sixteen_bit:
         lse = lse + scale * _product("bnth,bnsh->bnts", q, k.mean(2, keepdims=True))
-    ungroup = lambda x: x.reshape(x.shape[0], -1, groups, *x.shape[2:]).sum(2)
-    return Attended(*(x.swapaxes(1, 2) for x in (out, lse[..., 0], dq, ungroup(dk), ungroup(dv))))
+    dk, dv = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]).sum(2) for x in (dk, dv))
+    return Attended(*(x.swapaxes(1, 2) for x in (out, lse[..., 0], dq, dk, dv)))
 
 
 def _operands_of_out(p, v, v16, config):
