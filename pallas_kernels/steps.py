@@ -117,9 +117,13 @@ def loop_tiles(body, carry, phases):
     them in registers (forward, depth 64: 204 registers instead of 134).
     """
     for first, end, edge, single in phases:
-        if isinstance(first, int) and isinstance(end, int) and first >= end:
+        known = isinstance(first, int) and isinstance(end, int)
+        if known and first >= end:
             continue
-        if single:
+        # The lowering takes no branch whose condition is known.
+        if single and known:
+            carry = body(first, carry, edge=edge)
+        elif single:
             carry = lax.cond(first < end, functools.partial(body, first, edge=edge), lambda c: c, carry)
         else:
             carry = lax.fori_loop(first, end, functools.partial(body, edge=edge), carry)

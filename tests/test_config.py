@@ -1,0 +1,170 @@
+"""SageConfig: its presets, what it refuses, and that it can be a static argument."""
+
+import dataclasses
+import pickle
+
+import pytest
+from sagebwd_jax import SageConfig
+from sagebwd_jax._config import LENGTH_MULTIPLE, MATRIX_PRODUCTS, CallSpec
+
+from helpers import make_inputs, oracle, relative_error
+
+PRESETS = {
+    "default": SageConfig(),
+    "faithful": SageConfig.faithful(),
+    "mixed": SageConfig.mixed(),
+    "precise": SageConfig.precise(),
+}
+
+
+def test_precision_of_the_presets():
+    expected = dict(default=set(), faithful=set(), mixed={"dv", "dq", "dk"}, precise={"qk"})
+    assert {name: set(config.sixteen_bit) for name, config in PRESETS.items()} == expected
+
+
+def test_faithful_has_the_scales_of_the_paper():
+    config = SageConfig.faithful()
+    assert config.smooth_k and not config.smooth_q
+    assert (config.query_scale, config.key_scale, config.value_scale) == ("block",) * 3
+    assert config.grad_scale == "tile"
+    spans = config.pv_span, config.dv_span, config.dk_span, config.dq_span
+    assert {config.block_q, config.block_k, *spans} == {64}
+
+
+def test_default_smooths_keys_and_scales_rows():
+    config = SageConfig()
+    assert config.smooth_k and not config.smooth_q
+    assert config.query_scale == "token" and config.grad_scale == "row"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_spans_and_blocks_divide_the_padded_length(name):
+    for field in dataclasses.fields(SageConfig):
+        if field.name.startswith("block_") or field.name.endswith("_span"):
+            assert LENGTH_MULTIPLE % getattr(PRESETS[name], field.name) == 0
+
+
+REFUSED = {
+    "smooth_k": ("yes", "True, False"),
+    "query_scale": ("channel", "'token', 'block'"),
+    "key_scale": ("tile", "'token', 'block'"),
+    "value_scale": ("token", "'channel', 'block'"),
+    "grad_scale": ("block", "'row', 'tile'"),
+    "block_q": (48, "32, 64, 128"),
+    "block_k": (256, "32, 64, 128"),
+    "pv_span": (16, "32, 64, 128"),
+    "dv_span": (0, "32, 64, 128"),
+    "dk_span": (-64, "32, 64, 128"),
+    "dq_span": (None, "32, 64, 128"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_by_name_value_and_what_is_accepted(name):
+    value, accepted = REFUSED[name]
+    with pytest.raises(ValueError) as refused:
+        SageConfig(**{name: value})
+    message = str(refused.value)
+    assert f"{name}={value!r}" in message and accepted in message
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SageConfig)])
+def test_every_field_is_checked(name):
+    # A field that is added later must not be open to anything.
+    with pytest.raises((ValueError, NotImplementedError), match=name):
+        SageConfig(**{name: ["nonsense"] if name == "sixteen_bit" else "nonsense"})
+
+
+def test_refuses_unknown_products():
+    with pytest.raises(ValueError, match="sixteen_bit.*'dp', 'vk'.*qk, pv, dv, dq, dk"):
+        SageConfig(sixteen_bit={"vk", "qk", "dp"})
+
+
+def test_refuses_a_bare_string_of_products():
+    with pytest.raises(ValueError, match="sixteen_bit"):
+        SageConfig(sixteen_bit="qk")
+
+
+def test_refuses_smoothing_of_q():
+    with pytest.raises(NotImplementedError, match="smooth_q=True.*smooth_q=False"):
+        SageConfig(smooth_q=True)
+
+
+@pytest.mark.parametrize("spans", [dict(block_k=64), dict(block_k=32, pv_span=32, dq_span=64)])
+def test_refuses_a_key_scale_that_varies_along_a_sum(spans):
+    with pytest.raises(ValueError, match="block_k=.*multiple of.*pv_span=.*dq_span="):
+        SageConfig(**spans)
+    SageConfig(**spans, key_scale="token")
+
+
+@pytest.mark.parametrize("name", ["dv_span", "dk_span", "dq_span"])
+def test_refuses_tiles_that_are_not_blocks(name):
+    with pytest.raises(ValueError, match=f"grad_scale='tile' needs {name}=64"):
+        dataclasses.replace(SageConfig.faithful(), **{name: 32})
+
+
+def test_unknown_fields_and_positions_are_type_errors():
+    with pytest.raises(TypeError, match="smooth_v"):
+        SageConfig(smooth_v=True)
+    with pytest.raises(TypeError, match="positional"):
+        SageConfig(True)
+
+
+def test_is_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SageConfig().smooth_k = False
+    assert len({SageConfig(), SageConfig(), *PRESETS.values()}) == len(PRESETS)
+    assert SageConfig(sixteen_bit=["qk"]) == SageConfig(sixteen_bit={"qk"}) == SageConfig(sixteen_bit=("qk", "qk"))
+    assert hash(SageConfig(sixteen_bit=["qk", "pv"])) == hash(SageConfig(sixteen_bit=["pv", "qk"]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_survives_pickling_and_replacement(name):
+    config = PRESETS[name]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config) == config
+
+
+@pytest.mark.parametrize("products", [("qk",), ("dq", "dk")])
+def test_call_spec_knows_what_runs_in_int8(products):
+    config = SageConfig(sixteen_bit=products)
+    spec = CallSpec(
+        is_causal=True,
+        scale=1.0,
+        query_length=3,
+        key_length=4,
+        implementation=None,
+        differentiates_lse=False,
+        config=config,
+    )
+    for product in MATRIX_PRODUCTS:
+        assert spec.keeps_16_bits(product) == (product in products)
+        assert spec.uses_int8(product) == (product not in products)
+    assert spec.keeps_16_bits("pv", *products) and spec.uses_int8("pv", *products)
+    assert not spec.uses_int8(*products) and not spec.keeps_16_bits("pv", "dv")
+
+
+# Each choice must change a result, or it is an option without effect.
+CHANGES = {
+    "smooth_k": (dict(smooth_k=False), ("out", "dq")),
+    "query_scale": (dict(query_scale="block"), ("out", "dk")),
+    "key_scale": (dict(key_scale="token"), ("out", "dq")),
+    "value_scale": (dict(value_scale="block"), ("out",)),
+    "grad_scale": (dict(grad_scale="tile", dk_span=128, dq_span=128), ("dq", "dk", "dv")),
+    "pv_span": (dict(pv_span=64), ("out",)),
+    "dv_span": (dict(dv_span=64), ("dv",)),
+    "dk_span": (dict(dk_span=128), ("dk",)),
+    "dq_span": (dict(dq_span=128), ("dq",)),
+} | {f"16-bit-{product}": (dict(sixteen_bit={product}), ()) for product in MATRIX_PRODUCTS}
+AFFECTED = {"qk": "out", "pv": "out"} | {product: product for product in ("dv", "dq", "dk")}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_choice_changes_what_it_names(name):
+    options, fields = CHANGES[name]
+    inputs = make_inputs(150, 257, batch=1, heads=2, kv_heads=1)
+    inputs[1] = inputs[1].at[..., 1].add(3)
+    plain, changed = (oracle(*inputs, config=x) for x in (SageConfig(), SageConfig(**options)))
+    fields = fields or (AFFECTED[name.removeprefix("16-bit-")],)
+    for field in fields:
+        assert relative_error(getattr(changed, field), getattr(plain, field)) > 2e-3, field

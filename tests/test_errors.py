@@ -1,0 +1,230 @@
+"""What is refused, when it is traced, and that the message names the argument, what it got and what is accepted."""
+
+import functools
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pallas_kernels import launch
+from sagebwd_jax import SageConfig, attention
+
+from helpers import make_inputs
+
+B, T, S, N, K, H = 2, 5, 7, 6, 3, 16
+UNSUPPORTED = {
+    "bias": np.zeros((B, N, T, S), np.float32),
+    "mask": np.ones((B, 1, T, S), bool),
+    "query_seq_lengths": np.array([5, 3]),
+    "key_value_seq_lengths": np.array([7, 2]),
+    "local_window_size": (3, 0),
+    "query_segment_ids": np.zeros((B, T), np.int32),
+    "key_value_segment_ids": np.zeros((B, S), np.int32),
+}
+
+
+def make():
+    query, key, value, _ = make_inputs(T, S, batch=B, heads=N, kv_heads=K, depth=H)
+    return dict(query=query, key=key, value=value)
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def all_of(dtype):
+    return {name: x.astype(dtype) for name, x in make().items()}
+
+
+# what is wrong: (arguments, exception, regular expressions that the message must hold)
+REFUSED = {
+    "one dtype differs": (
+        dict(value=zeros(B, S, K, H, dtype=jnp.bfloat16)),
+        ValueError,
+        ["query float32", "key float32", "value bfloat16", "one dtype"],
+    ),
+    "integers": (all_of(jnp.int8), TypeError, ["query", "int8", "bfloat16, float16, float32"]),
+    "float8": (all_of(jnp.float8_e4m3fn), TypeError, ["query", "float8_e4m3fn", "bfloat16, float16, float32"]),
+    "booleans in value": (dict(value=zeros(B, S, K, H, dtype=bool)), TypeError, ["value", "bool", "float32"]),
+    "complex keys": (dict(key=zeros(B, S, K, H, dtype=jnp.complex64)), TypeError, ["key", "complex64", "float32"]),
+    "rank 2": (dict(query=zeros(T, H)), ValueError, ["query", r"\(5, 16\)", r"\[B, T, N, H\]"]),
+    "rank 5": (dict(query=zeros(1, B, T, N, H)), ValueError, ["query", r"\(1, 2, 5, 6, 16\)", r"\[T, N, H\]"]),
+    "key of another rank": (dict(key=zeros(S, K, H)), ValueError, ["key", r"\(7, 3, 16\)", r"\[B, S, K, H\]"]),
+    "value shorter than key": (
+        dict(value=zeros(B, S - 1, K, H)),
+        ValueError,
+        ["key", "value", r"\(2, 7, 3, 16\)", r"\(2, 6, 3, 16\)"],
+    ),
+    "value of another head dim": (dict(value=zeros(B, S, K, H // 2)), ValueError, ["value", r"\(2, 7, 3, 8\)"]),
+    "batch sizes": (
+        dict(key=zeros(B + 1, S, K, H), value=zeros(B + 1, S, K, H)),
+        ValueError,
+        ["batch", r"\(2, 5, 6, 16\)", r"\(3, 7, 3, 16\)"],
+    ),
+    "batch of one is not broadcast": (dict(query=zeros(1, T, N, H)), ValueError, ["batch", r"\(1, 5, 6, 16\)"]),
+    "head dims": (
+        dict(key=zeros(B, S, K, 8), value=zeros(B, S, K, 8)),
+        ValueError,
+        ["head dim", r"\(2, 5, 6, 16\)", r"\(2, 7, 3, 8\)"],
+    ),
+    "heads": (
+        dict(key=zeros(B, S, 4, H), value=zeros(B, S, 4, H)),
+        ValueError,
+        ["heads", "multiple", r"\b6\b", r"\b4\b"],
+    ),
+    "no key heads": (
+        dict(key=zeros(B, S, 0, H), value=zeros(B, S, 0, H)),
+        ValueError,
+        ["heads", "multiple", r"\b6\b", r"\b0\b"],
+    ),
+    "head dim too large": (
+        dict(query=zeros(B, T, N, 129), key=zeros(B, S, K, 129), value=zeros(B, S, K, 129)),
+        NotImplementedError,
+        ["head dim", "129", "1 to 128"],
+    ),
+    "head dim 256": (
+        dict(query=zeros(B, T, N, 256), key=zeros(B, S, K, 256), value=zeros(B, S, K, 256)),
+        NotImplementedError,
+        ["head dim", "256", "1 to 128"],
+    ),
+    "no head dim": (
+        dict(query=zeros(B, T, N, 0), key=zeros(B, S, K, 0), value=zeros(B, S, K, 0)),
+        NotImplementedError,
+        ["head dim", "0", "1 to 128"],
+    ),
+    "implementation": (
+        dict(implementation="cudnn"),
+        ValueError,
+        ["implementation", "'cudnn'", "None, 'triton', 'xla'"],
+    ),
+    "config": (dict(config="mixed"), TypeError, ["config", "'mixed'", "str", "SageConfig"]),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_refused(wrong, jit):
+    arguments, exception, patterns = REFUSED[wrong]
+    arguments = make() | dict(implementation="xla") | arguments
+    arrays = {name: arguments.pop(name) for name in ("query", "key", "value")}
+    with pytest.raises(exception) as refused:
+        if jit:
+            jax.eval_shape(lambda x: attention(**x, **arguments), arrays)
+        else:
+            attention(**arrays, **arguments)
+    assert refused.type is exception
+    for pattern in patterns:
+        refused.match(pattern)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_arguments_are_named(name):
+    value = UNSUPPORTED[name]
+    got = r"shape \(.*\)" if hasattr(value, "shape") else r"\(3, 0\)"
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported.*{got}.*{name}=None"):
+        attention(**make(), implementation="xla", **{name: value})
+    # Also where it would change nothing, and as a tracer.
+    if hasattr(value, "shape"):
+        with pytest.raises(NotImplementedError, match=name):
+            jax.eval_shape(functools.partial(attention, **make(), implementation="xla"), **{name: value})
+    if name in ("bias", "mask"):
+        place = [None] * ["bias", "mask"].index(name) + [value]
+        with pytest.raises(NotImplementedError, match=name):
+            attention(*make().values(), *place, implementation="xla")
+
+
+def test_falsy_is_not_none():
+    for value in (False, 0, ()):
+        with pytest.raises(NotImplementedError, match="local_window_size"):
+            attention(**make(), implementation="xla", local_window_size=value)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "dropout_rate", "logits_soft_cap", "causal", "foo"])
+def test_unknown_names_are_type_errors(name):
+    with pytest.raises(TypeError, match=name):
+        attention(**make(), **{name: 1})
+
+
+def test_options_are_keywords_only():
+    with pytest.raises(TypeError, match="positional"):
+        attention(*make().values(), None, None, 0.5)
+
+
+def test_parameters_are_those_of_jax():
+    theirs = inspect.signature(jax.nn.dot_product_attention).parameters
+    ours = inspect.signature(attention).parameters
+    assert [name for name in ours if name in theirs] == list(theirs)
+    assert set(ours) - set(theirs) <= {"config", "query_segment_ids", "key_value_segment_ids"}
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+def test_float64_is_refused():
+    with jax.enable_x64(True):
+        wide = {name: np.zeros(x.shape, np.float64) for name, x in make().items()}
+        with pytest.raises(TypeError, match="query has dtype float64: accepted are bfloat16, float16, float32"):
+            attention(**wide, implementation="xla")
+
+
+class TestTarget:
+    """An explicit choice never falls back."""
+
+    def test_triton_on_a_cpu(self):
+        if jax.default_backend() != "cpu":
+            pytest.skip("there is a GPU")
+        with pytest.raises(NotImplementedError, match="implementation='triton'.*8.0.*cpu.*'xla'"):
+            attention(**make(), implementation="triton")
+
+    @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+    def test_triton_on_an_old_gpu(self, monkeypatch, capability):
+        monkeypatch.setattr(launch, "target_capability", lambda: capability)
+        with pytest.raises(NotImplementedError, match="implementation='triton'.*8.0.*7.[05].*'xla'"):
+            attention(**make(), implementation="triton")
+
+    @pytest.mark.parametrize(("capability", "kernels"), [((7, 5), 0), ((8, 0), 1), ((12, 0), 1)])
+    def test_none_on_an_old_gpu_is_xla(self, monkeypatch, capability, kernels):
+        monkeypatch.setattr(launch, "target_capability", lambda: capability)
+        # A function of its own: jit would remember the choice of another test.
+        lowered = jax.jit(lambda x: attention(**x)).trace(make()).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count('name = "sagebwd_forward"') == kernels
+
+    def test_interpreted_kernels_run_anywhere(self):
+        with launch.interpreted():
+            assert launch.is_interpreted()
+            jax.eval_shape(lambda: attention(**make(), implementation="triton"))
+        assert not launch.is_interpreted()
+
+    @pytest.mark.parametrize("bad", [dict(block_q=96), dict(block_k=0), dict(num_warps=3), dict(num_stages=0)])
+    def test_tiles_are_powers_of_two(self, bad):
+        [[name, value]] = bad.items()
+        with pytest.raises(ValueError, match=f"{name}={value}.*power of two"):
+            launch.Tile(**(dict(block_q=64, block_k=64, num_warps=4, num_stages=3) | bad))
+
+
+IMPORT = """
+import sys
+import sagebwd_jax
+loaded = [name for name in ("flax", "optax", "matplotlib", "train") if name in sys.modules]
+assert not loaded, loaded
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert sorted(x for x in vars(sagebwd_jax) if not x.startswith("_") and x != "reference") == sorted(PUBLIC), vars(sagebwd_jax)
+"""
+
+
+def test_import_is_light_and_touches_no_device():
+    code = f"PUBLIC = ['RESIDUAL_NAMES', 'SageConfig', 'attention']{IMPORT}"
+    environment = dict(PYTHONPATH=str(Path(__file__).parents[1]), JAX_PLATFORMS="cpu")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_accepts_what_jax_accepts_as_arrays():
+    arrays = {name: np.asarray(x) for name, x in make().items()}
+    from_numpy = attention(**arrays, implementation="xla")
+    assert from_numpy.shape == arrays["query"].shape
+    assert attention(**arrays, implementation="xla", config=SageConfig()).dtype == jnp.float32

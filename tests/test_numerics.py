@@ -1,0 +1,189 @@
+"""Zeros, extremes, NaN and Inf: what quantised attention elsewhere turns into NaN, into zeros, or into healthy numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sagebwd_jax import SageConfig
+
+from helpers import (
+    GRADS,
+    as_float64,
+    assert_bitwise,
+    assert_finite,
+    assert_usable,
+    assert_within,
+    exact,
+    make_inputs,
+    relative_error,
+)
+from helpers import shared_forward_and_backward as forward_and_backward
+
+# One shape for the whole module, so that each implementation is compiled once: two tiles of each axis, both ragged.
+SHAPE = dict(queries=160, keys=140, batch=2, heads=4, kv_heads=2)
+
+
+def make(seed=0, **overrides):
+    return make_inputs(**(SHAPE | overrides), seed=seed)
+
+
+class TestZeros:
+    def test_zero_channel_of_values(self, implementation):
+        q, k, v, dout = make()
+        got = forward_and_backward(implementation)(q, k, v.at[..., 9].set(0), dout)
+        assert_finite(got)
+        assert not got.out[..., 9].any()
+        assert_usable(got, exact(q, k, v.at[..., 9].set(0), dout))
+
+    def test_zero_values(self, implementation):
+        q, k, v, dout = make()
+        got = forward_and_backward(implementation)(q, k, jnp.zeros_like(v), dout)
+        assert_finite(got)
+        assert not got.out.any() and not got.dq.any() and not got.dk.any()
+        assert relative_error(got.dv, exact(q, k, v, dout).dv) <= 0.03
+
+    def test_zero_queries(self, implementation):
+        q, k, v, dout = make()
+        got = forward_and_backward(implementation)(jnp.zeros_like(q), k, v, dout)
+        expected = exact(jnp.zeros_like(q), k, v, dout)
+        assert_within(got, expected, out=0.03, dq=0.03, dv=0.03, lse=1e-6)
+        assert not got.dk.any()
+
+    def test_some_zero_queries(self, implementation):
+        q, k, v, dout = make()
+        q = q.at[:, 5:150:7].set(0)
+        assert_usable(forward_and_backward(implementation)(q, k, v, dout), exact(q, k, v, dout))
+
+    @pytest.mark.parametrize("key", [0.0, 3.0])
+    def test_equal_keys(self, implementation, key):
+        q, k, v, dout = make()
+        got = forward_and_backward(implementation)(q, jnp.full_like(k, key), v, dout)
+        expected = exact(q, jnp.full_like(k, key), v, dout)
+        assert_finite(got)
+        assert_within(got, expected, out=0.03, dk=0.03, dv=0.03, lse=1e-6)
+        assert jnp.abs(got.dq).max() <= 1e-3
+
+    def test_zero_cotangent(self, implementation):
+        q, k, v, dout = make()
+        got = forward_and_backward(implementation)(q, k, v, jnp.zeros_like(dout))
+        assert not any(getattr(got, name).any() for name in GRADS)
+
+    def test_cotangent_of_some_rows(self, implementation):
+        q, k, v, dout = make()
+        dout = dout.at[:, 3:].set(0)
+        got = forward_and_backward(implementation)(q, k, v, dout)
+        assert not got.dq[:, 3:].any()
+        assert_usable(got, exact(q, k, v, dout))
+
+
+class TestExtremes:
+    @pytest.mark.parametrize("size", [2.0**-27, 2.0**40])
+    def test_gradients_scale_with_the_cotangent(self, implementation, size):
+        # No scale has an additive epsilon. Not bitwise: a scale that is added as a logarithm is rounded differently.
+        q, k, v, dout = make()
+        run = forward_and_backward(implementation)
+        plain, scaled = run(q, k, v, dout), run(q, k, v, dout * size)
+        for name in GRADS:
+            assert relative_error(getattr(scaled, name) / size, getattr(plain, name)) <= 3e-3, name
+
+    @pytest.mark.parametrize("size", [2.0**-27, 2.0**40])
+    def test_output_scales_with_the_values(self, implementation, size):
+        q, k, v, dout = make()
+        run = forward_and_backward(implementation)
+        plain, scaled = run(q, k, v, dout), run(q, k, v * size, dout)
+        assert_bitwise(scaled.out / size, plain.out)
+        for name in ("dq", "dk"):
+            assert relative_error(getattr(scaled, name) / size, getattr(plain, name)) <= 3e-3, name
+
+    def test_logits_far_below_any_sentinel(self, implementation):
+        # The first 64 queries see keys whose logits are all about -1e5; no constant stands for minus infinity there.
+        unit = jnp.zeros(64).at[0].set(1)
+        q = jnp.broadcast_to(448 * unit, (1, 128, 1, 64))
+        k = jnp.where(jnp.arange(128)[:, None, None] < 64, -1880.0, 1880.0) * unit[None, None, :]
+        _, _, v, dout = make_inputs(128, 128, batch=1, heads=1, kv_heads=1)
+        got = forward_and_backward(implementation, is_causal=True)(q, k[None], v, dout)
+        assert_finite(got)
+        weights = np.tri(128)
+        weights[64:, :64] = 0
+        expected = np.einsum("ts,bsnh->btnh", weights / weights.sum(1, keepdims=True), v)
+        for rows in (slice(0, 64), slice(64, 128)):
+            assert relative_error(got.out[:, rows], expected[:, rows]) <= 0.03
+
+    @pytest.mark.parametrize("config", [SageConfig(), SageConfig.mixed()], ids=["default", "mixed"])
+    def test_float16_does_not_overflow_inside(self, cpu_implementation, config):
+        q, k, v, dout = make(dtype=jnp.float16, depth=128)
+        run = forward_and_backward(cpu_implementation, config=config)
+        assert relative_error(run(q, k, jnp.full_like(v, 3e4), dout).out, jnp.full_like(q, 3e4)) <= 0.01
+        # dP has a standard deviation of 5.7e4 and tails above 65504, the largest float16.
+        v = (v.astype(jnp.float32) * 5000).astype(jnp.float16)
+        assert_usable(run(q, k, v, dout), exact(q, k, v, dout))
+
+    def test_large_logits_are_finite(self, implementation):
+        q, k, v, dout = make()
+        got = forward_and_backward(implementation)(q * 300, k * 300, v, dout)
+        assert_finite(got)
+        assert relative_error(got.lse, exact(q * 300, k * 300, v, dout).lse) <= 0.05
+
+    def test_a_key_that_outgrows_all_before_it(self, implementation):
+        # The softmax shift lags behind the running maximum; here a later tile lies 2^1000 higher, then lower.
+        q, k, v, dout = make_inputs(160, 140, batch=2, heads=4, kv_heads=2)
+        q = jnp.abs(q)
+        for keys in (slice(130, 131), slice(3, 4)):
+            high = k.at[:, keys].set(30.0)
+            got, expected = forward_and_backward(implementation)(q, high, v, dout), exact(q, high, v, dout)
+            assert_finite(got)
+            assert relative_error(got.out, expected.out) <= 0.02
+
+
+BAD = {
+    "nan-query": (0, (0, 5, 1, 0), np.nan),
+    "nan-query-last-tile": (0, (0, 159, 3, 7), np.nan),
+    "inf-query": (0, (1, 5, 1, 0), np.inf),
+    "nan-key": (1, (0, 9, 1, 3), np.nan),
+    "inf-key": (1, (0, 9, 1, 0), np.inf),
+    "nan-value": (2, (1, 9, 0, 3), np.nan),
+    "inf-value": (2, (1, 139, 0, 3), -np.inf),
+    "nan-cotangent": (3, (0, 5, 2, 1), np.nan),
+    "inf-cotangent": (3, (0, 158, 2, 1), np.inf),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", BAD)
+class TestNotFinite:
+    def run(self, implementation, name, is_causal):
+        """Results without and with the bad number, those of exact attention, and its batch and key head."""
+        operand, index, number = BAD[name]
+        clean = make()
+        bad = list(clean)
+        bad[operand] = bad[operand].at[index].set(number)
+        run = forward_and_backward(implementation, is_causal=is_causal)
+        kv_head = index[2] if operand in (1, 2) else index[2] // 2
+        return run(*clean), run(*bad), exact(*bad, is_causal=is_causal), index[0], kv_head
+
+    def test_is_never_laundered(self, implementation, name, is_causal):
+        _, got, expected, _, _ = self.run(implementation, name, is_causal)
+        laundered = {}
+        for field in ("out", *GRADS):
+            lost = np.isfinite(as_float64(getattr(got, field))) & ~np.isfinite(as_float64(getattr(expected, field)))
+            if lost.any():
+                laundered[field] = int(lost.sum())
+        assert not laundered, f"finite where exact attention is not: {laundered}"
+        assert not all(np.isfinite(as_float64(getattr(got, field))).all() for field in ("out", *GRADS))
+
+    def test_leaves_other_heads_bitwise_untouched(self, implementation, name, is_causal):
+        clean, got, _, batch, kv_head = self.run(implementation, name, is_causal)
+        for field, x in got._asdict().items():
+            grouped = x.shape[2] == SHAPE["kv_heads"]
+            others = np.ones((x.shape[0], x.shape[2]), bool)
+            others[batch, kv_head if grouped else slice(2 * kv_head, 2 * kv_head + 2)] = False
+            # [B, time, N, ...] -> what other batches and heads hold.
+            before, after = (np.asarray(y).swapaxes(1, 2)[others] for y in (getattr(clean, field), x))
+            assert np.isfinite(after).all(), field
+            assert_bitwise(after, before)
+
+
+def test_inputs_are_not_written_to(implementation):
+    inputs = [np.array(x) for x in make()]
+    before = [x.copy() for x in inputs]
+    forward_and_backward(implementation)(*inputs)
+    assert_bitwise(inputs, before)

@@ -1,0 +1,200 @@
+"""Whole runs of a micro model: it learns, leaves its files, repeats, and stops at a loss that is not finite."""
+
+import dataclasses
+import io
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+from train_micro import micro_config, write_text
+
+from train import loop
+from train.compare import compare, loss_table, relative_gap
+from train.config import TrainConfig
+from train.data import load_corpus, unigram_loss
+from train.metrics import read_metrics, series
+from train.step import StepMetrics
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def quiet():
+    return Console(file=io.StringIO(), width=200)
+
+
+def run_config(text, tmp_path, **overrides):
+    return micro_config(data=text, held_out_fraction=0.2, runs_dir=str(tmp_path), **(dict(num_layers=1) | overrides))
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """A run of 40 steps with two micro batches each, its config, result, and what the bar showed."""
+    config = run_config(text, tmp_path_factory.mktemp("runs"), steps=40, tokens_per_step=2 * 4 * 24, eval_every=15)
+    console = quiet()
+    return config, loop.train(config, console=console), console.file.getvalue()
+
+
+def test_it_learns(finished, text):
+    config, result, _ = finished
+    _, losses = series(read_metrics(result.run_dir), "loss")
+    assert abs(losses[0] - np.log(256)) < 0.2
+    assert result.train_loss < result.held_out_loss + 0.5
+    assert result.held_out_loss < unigram_loss(load_corpus(config.data)) - 0.3
+
+
+def test_metrics_have_every_step_and_held_out_losses_where_asked(finished):
+    config, result, _ = finished
+    records = read_metrics(result.run_dir)
+    train_records = [record for record in records if "loss" in record]
+    assert [record["step"] for record in train_records] == list(range(1, 41))
+    assert all(record["tokens"] == 192 * record["step"] for record in records)
+    assert [record["step"] for record in records if "held_out_loss" in record] == [15, 30, 40]
+    assert records[-1]["held_out_loss"] == result.held_out_loss
+    assert train_records[0]["tokens_per_second"] is None
+    assert all(record["tokens_per_second"] > 0 for record in train_records[1:])
+    rates = [record["learning_rate"] for record in train_records]
+    assert np.argmax(rates) == 5 and rates[5] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
+
+
+def test_config_and_plot_lie_beside_the_metrics(finished):
+    config, result, _ = finished
+    assert sorted(path.name for path in result.run_dir.iterdir()) == ["config.json", "loss.png", "metrics.jsonl"]
+    assert TrainConfig.from_json((result.run_dir / "config.json").read_text()) == config
+    image = imread(result.run_dir / "loss.png")
+    assert image.shape[:2] == (750, 1200) and image.std() > 0.05
+
+
+def test_bar_shows_loss_and_speed(finished):
+    _, result, shown = finished
+    last = read_metrics(result.run_dir)[-2]
+    assert f"40/40 loss {last['loss']:.4f}" in shown and f"{last['tokens_per_second']:,.0f} tokens/s" in shown
+
+
+def test_a_run_repeats_bitwise_and_overwrites_nothing(finished):
+    config, result, _ = finished
+    again = loop.train(config, console=quiet())
+    assert again.run_dir.name == result.run_dir.name + "-2"
+    assert series(read_metrics(again.run_dir), "loss") == series(read_metrics(result.run_dir), "loss")
+    assert again.held_out_loss == result.held_out_loss
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Replaces both jitted functions: losses are 1 but for {(step, field): value}, and nothing is compiled."""
+
+    def script(values, held_out=1.0):
+        batches = []
+
+        def make_train_step(graphdef, optimizer):
+            calls = itertools.count(1)
+
+            def train_step(state, batch):
+                step = next(calls)
+                batches.append(np.asarray(batch))
+                return state, StepMetrics(*(values.get((step, field), 1.0) for field in StepMetrics._fields))
+
+            return train_step
+
+        monkeypatch.setattr(loop, "make_train_step", make_train_step)
+        monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda params, batch: held_out)
+        return batches
+
+    return script
+
+
+def test_steps_get_their_tokens_in_micro_batches_that_never_repeat(text, tmp_path, scripted):
+    batches = scripted({})
+    loop.train(run_config(text, tmp_path, tokens_per_step=3 * 4 * 24), console=quiet())
+    assert [batch.shape for batch in batches] == [(3, 4, 25)] * 20
+    assert len({batch.tobytes() for batch in batches}) == 20
+
+
+def test_log_every_thins_the_records_but_keeps_the_ends(text, tmp_path, scripted):
+    scripted({})
+    result = loop.train(run_config(text, tmp_path, steps=21, log_every=8, name="thin"), console=quiet())
+    assert result.run_dir == tmp_path / "thin"
+    assert series(read_metrics(result.run_dir), "loss")[0] == [1, 8, 16, 21]
+
+
+@pytest.mark.parametrize(
+    ("step", "field", "value", "message"),
+    [
+        (1, "loss", np.inf, "loss is inf at step 1;"),
+        (7, "loss", np.nan, "loss is nan at step 7;"),
+        (10, "grad_norm", np.inf, "gradient norm is inf at step 10;"),  # a step with a held-out loss
+        (20, "loss", np.nan, "loss is nan at step 20;"),  # the last one
+    ],
+)
+def test_what_is_not_finite_stops_the_run_with_its_step(text, tmp_path, scripted, step, field, value, message):
+    scripted({(step, field): value})
+    with pytest.raises(loop.NonFiniteLossError, match=message):
+        loop.train(run_config(text, tmp_path, name="broken"), console=quiet())
+    assert series(read_metrics(tmp_path / "broken"), "loss")[0] == list(range(1, step))
+
+
+def test_what_is_not_finite_stops_the_run_even_where_nothing_is_logged(text, tmp_path, scripted):
+    scripted({(7, "loss"): np.nan})
+    with pytest.raises(loop.NonFiniteLossError, match="loss is nan at step 7;"):
+        loop.train(run_config(text, tmp_path, log_every=100), console=quiet())
+
+
+def test_a_held_out_loss_that_is_not_finite_stops_the_run(text, tmp_path, scripted):
+    scripted({}, held_out=np.nan)
+    with pytest.raises(FloatingPointError, match="held-out loss is nan at step 10;"):
+        loop.train(run_config(text, tmp_path), console=quiet())
+
+
+def test_nothing_is_written_when_the_data_cannot_be_used(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        loop.train(run_config(str(tmp_path / "nowhere"), tmp_path / "runs"), console=quiet())
+    assert not (tmp_path / "runs").exists()
+
+
+def command(*arguments):
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_command_line_diverges_with_one_message_and_a_failure(text, tmp_path):
+    sizes = "--steps 8 --warmup-steps 0 --num-layers 1 --width 16 --micro-batch 2 --sequence-length 32"
+    ended = command(
+        *("train", "--attention", "exact", "--data", text, "--runs-dir", str(tmp_path), "--tokens-per-step", "64"),
+        *("--held-out-fraction", "0.2", "--peak-learning-rate", "1e30"),
+        *sizes.split(),
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr == "error: gradient norm is nan at step 2; the run stopped there\n"
+
+
+def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
+    config = run_config(text, tmp_path, attention="sagebwd", compute_dtype="bfloat16")
+    folder, results = compare(config, console=quiet())
+    assert folder == tmp_path / "tiny-compare"
+    assert sorted(path.name for path in folder.iterdir()) == ["exact", "loss.png", "sagebwd"]
+    assert imread(folder / "loss.png").shape[:2] == (1050, 1200)
+    configs = {
+        name: TrainConfig.from_json((result.run_dir / "config.json").read_text()) for name, result in results.items()
+    }
+    assert configs == {name: config.with_attention(name) for name in ("exact", "sagebwd")}
+    first, second = (series(read_metrics(folder / name), "loss")[1] for name in ("exact", "sagebwd"))
+    assert first != second  # INT8 has been there
+    np.testing.assert_allclose(first, second, rtol=0.01)
+    assert abs(relative_gap(results)) < 0.01
+
+
+def test_table_has_both_losses_and_the_gap(tmp_path):
+    exact = loop.RunResult(tmp_path, 2.25, 2.5, 1234.0, 56.0)
+    console = quiet()
+    console.print(loss_table({"exact": exact, "sagebwd": dataclasses.replace(exact, held_out_loss=2.51)}))
+    shown = console.file.getvalue()
+    for part in ("2.2500", "2.5000", "2.5100", "1,234", "56.0", "held-out losses differ by 0.400%"):
+        assert part in shown

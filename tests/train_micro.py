@@ -1,0 +1,47 @@
+"""A configuration small enough for tests: every axis has a size of its own, so that swapped axes cannot pass."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+
+
+def micro_config(**overrides: Any) -> TrainConfig:
+    """Two layers of width 40, 6 query and 3 key heads of 8 channels; overrides go to whichever part has that name."""
+    config = TrainConfig(
+        preset="tiny",
+        steps=20,
+        tokens_per_step=4 * 24,
+        micro_batch=4,
+        log_every=1,
+        eval_every=10,
+        model=ModelConfig(
+            attention="exact",
+            num_layers=2,
+            width=40,
+            ffn_width=56,
+            num_heads=6,
+            num_kv_heads=3,
+            head_dim=8,
+            vocab_size=256,
+            compute_dtype="float32",
+        ),
+        data=DataConfig(sequence_length=24, held_out_sequences=7),
+        optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=5),
+    )
+    parts = {}
+    for part in ("model", "data", "optimizer"):
+        # DataConfig has a field `data` of its own; as an override that name means the field.
+        names = {field.name for field in dataclasses.fields(getattr(config, part))} & overrides.keys()
+        parts[part] = dataclasses.replace(getattr(config, part), **{name: overrides.pop(name) for name in names})
+    return dataclasses.replace(config, **parts, **overrides)
+
+
+def write_text(folder: Path, files: int = 12) -> str:
+    """A folder of distinct text files, about 1.3 kB each; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(files):
+        lines = [f"def function_{index}_{line}(value):\n    return value + {line}\n" for line in range(25)]
+        (folder / f"module_{index}.py").write_text("".join(lines))
+    return str(folder)
