@@ -75,7 +75,7 @@ def quantized_attention_and_grads(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     # [B, N, time, H] from here on.
     q, k, v, do = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key, value, dout))
-    q16, k16, v16, do16 = (_to_16_bits(x).swapaxes(1, 2) for x in (query, key, value, dout))
+    q16, k16, v16, do16 = (_round_to_16_bits(x, query.dtype) for x in (q, k, v, do))
     k, v, k16, v16 = (jnp.repeat(x, groups, axis=1) for x in (k, v, k16, v16))
     k_smooth = k - k.mean(2, keepdims=True) if config.smooth_k else k
 
@@ -91,24 +91,24 @@ def quantized_attention_and_grads(
     lse = _logsumexp2(s)
     p = jnp.exp2(s - lse)
 
-    out = _product("bnts,bnsh->bnth", *_operands_of_out(p, v, v16, config))
+    out = _product("bnts,bnsh->bnth", *_operands_of_out(p, v, v16, query.dtype, config))
     delta = jnp.sum(do * out, axis=-1, keepdims=True)
     ds = p * (_product("bnth,bnsh->bnts", do16, v16) - delta)
 
     if "dv" in config.sixteen_bit:
-        dv = _product("bnts,bnth->bnsh", p.astype(do16.dtype), do16)
+        dv = _product("bnts,bnth->bnsh", _round_to_16_bits(p, query.dtype), do16)
     else:
         # A scale that varies along the sum is folded into the other operand before that is rounded.
         do_int8, do_scale = _quantize_rows(do, config.dout_scale, config.block_q)
         p_rounded = _round_rows((p * do_scale).swapaxes(2, 3), config.dv_span, _tile_rows(config, config.block_k))
         dv = _product("bnst,bnth->bnsh", p_rounded, do_int8)
     if "dq" in config.sixteen_bit:
-        dq = scale * _product("bnts,bnsh->bnth", ds.astype(jnp.bfloat16), k_smooth.astype(jnp.bfloat16))
+        dq = scale * _product("bnts,bnsh->bnth", _round_to_bfloat16(ds), _round_to_bfloat16(k_smooth))
     else:
         ds_rounded = _round_rows(ds * k_scale.swapaxes(2, 3), config.dq_span, _tile_rows(config, config.block_q))
         dq = scale * _product("bnts,bnsh->bnth", ds_rounded, k_int8)
     if "dk" in config.sixteen_bit:
-        dk = scale * _product("bnts,bnth->bnsh", ds.astype(jnp.bfloat16), q16.astype(jnp.bfloat16))
+        dk = scale * _product("bnts,bnth->bnsh", _round_to_bfloat16(ds), _round_to_bfloat16(q16))
     else:
         ds_rounded = _round_rows((ds * q_scale).swapaxes(2, 3), config.dk_span, _tile_rows(config, config.block_k))
         dk = _product("bnst,bnth->bnsh", ds_rounded, q_int8) / LOG2_E
@@ -120,13 +120,13 @@ def quantized_attention_and_grads(
     return Attended(*(x.swapaxes(1, 2) for x in (out, lse[..., 0], dq, dk, dv)))
 
 
-def _operands_of_out(p, v, v16, config):
+def _operands_of_out(p, v, v16, dtype, config):
     """P and V as the product P V reads them."""
     if "pv" in config.sixteen_bit:
         # The kernel rounds P relative to the row's largest entry in the tile, as in INT8; only the grid is finer.
         tiles = _tiles(p, 3, config.pv_span)
         top = jnp.maximum(tiles.max(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        return _untile((tiles / top).astype(v16.dtype).astype(jnp.float32) * top, 3, p.shape[3]), v16
+        return _untile(_round_to_16_bits(tiles / top, dtype) * top, 3, p.shape[3]), v16
     if config.value_scale == "block":
         return _round_rows(p, config.pv_span), _round_blocks(v, config.pv_span)
     v_int8, v_scale = _quantize(v, axis=2)
@@ -150,9 +150,15 @@ def _logsumexp2(s):
     return top + jnp.log2(jnp.exp2(s - top).sum(-1, keepdims=True))
 
 
-def _to_16_bits(x):
-    """The 16-bit value that a 16-bit product reads: float32 inputs become bfloat16."""
-    return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+def _round_to_16_bits(x, dtype):
+    """float32 values as a 16-bit product reads them: as bfloat16, or as float16 where that is the inputs' dtype."""
+    # Not astype and back, which XLA may leave out.
+    return jax.lax.reduce_precision(x, 5, 10) if dtype == jnp.float16 else _round_to_bfloat16(x)
+
+
+def _round_to_bfloat16(x):
+    """float32 values rounded to bfloat16."""
+    return jax.lax.reduce_precision(x, 8, 7)
 
 
 def _quantize(x, axis) -> tuple[Int[Array, "..."], Float[Array, "..."]]:

@@ -3,9 +3,8 @@
 import os
 import re
 
-import pytest
-
 import helpers
+import pytest
 
 
 def _wants_gpu(config):
@@ -34,7 +33,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def strict_jax(request):
-    """No silent broadcast over a missing axis and no silent change of dtype in attention; training is not ours to judge."""
+    """No silent broadcast over a missing axis and no silent change of dtype in attention; training is left alone."""
     if not helpers.is_about_attention(request.path.stem):
         yield
         return

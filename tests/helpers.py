@@ -4,8 +4,10 @@ import contextlib
 import functools
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+
 from pallas_kernels import launch
 from sagebwd_jax import attention
 from sagebwd_jax.reference import (
@@ -69,6 +71,21 @@ def exact(query, key, value, dout, **options):
 def shared_forward_and_backward(implementation, **options):
     """The same one for equal arguments, for modules that use one shape many times."""
     return forward_and_backward(implementation, **options)
+
+
+def count_kernels(function, *inputs, name="sagebwd_"):
+    """How many kernels whose name starts so the traced function launches; each call of a shared program counts."""
+
+    def count(jaxpr):
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "pallas_call":
+                total += str(eqn.params.get("name") or eqn.params["name_and_src_info"]).startswith(name)
+            else:
+                total += sum(count(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params))
+        return total
+
+    return count(jax.make_jaxpr(function)(*inputs).jaxpr)
 
 
 def as_float64(x):

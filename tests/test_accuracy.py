@@ -7,8 +7,6 @@ numbers of the paper (arXiv 2603.02170, table 1, sigma 1): O .0160, dQ .0184, dK
 import jax
 import jax.numpy as jnp
 import pytest
-from sagebwd_jax import SageConfig
-
 from helpers import (
     assert_cosines,
     assert_finite,
@@ -21,6 +19,8 @@ from helpers import (
     oracle,
     relative_error,
 )
+
+from sagebwd_jax import SageConfig
 
 # preset: the bound of O, dQ, dK, dV at sigma 1 and at sigma 5 of Q and K, about a tenth above what was measured.
 PRESETS = {
@@ -61,7 +61,9 @@ def test_presets_differ_as_their_names_say():
         for name, (config, *_) in PRESETS.items()
     }
     for field in ("out", "dq", "dk", "dv"):
-        assert errors["precise"][field] < errors["default"][field] <= errors["faithful"][field], (field, errors)
+        assert errors["precise"][field] < errors["default"][field], (field, errors)
+    for field in ("dq", "dk", "dv"):
+        assert errors["default"][field] < 0.7 * errors["faithful"][field], (field, errors)
     for field in ("dq", "dk"):
         assert errors["mixed"][field] < 0.8 * errors["default"][field], (field, errors)
     assert errors["mixed"]["out"] == errors["default"]["out"]
@@ -173,12 +175,12 @@ class TestShapes:
 def test_rows_of_p_sum_to_one():
     q, k, _, dout = make_inputs(300, 200, dtype=jnp.bfloat16)
     got, _ = run(q, k, jnp.ones_like(k), dout)
-    assert abs(got.out.astype(jnp.float32) - 1).max() <= 0.01
+    assert abs(got.out.astype(jnp.float32) - 1).max() <= 0.02
 
 
 def test_unequal_rows_of_one_head_do_not_share_a_query_scale():
     q, k, v, dout = make_inputs(256, 256, batch=1, heads=2, kv_heads=2)
-    scales = 2.0 ** jax.random.randint(jax.random.key(9), (1, 256, 1, 1), -6, 1)
+    scales = 2.0 ** jax.random.randint(jax.random.key(9), (1, 256, 1, 1), -6, 1).astype(jnp.float32)
     got, expected = run(q * scales, k, v, dout)
     assert relative_error(got.out, expected.out) <= 0.022
     small = (scales < 0.05)[0, :, 0, 0]

@@ -1,15 +1,13 @@
 """Each implementation computes the quantised algorithm: equal to its dense form but for the order of sums.
 
 Bounds in float32: sums in another order move a value by 1e-7, but where that lies between two INT8 values it is rounded
-the other way now and then, which costs 1/127 of one entry: up to 6e-5 of O and 1.4e-3 of a gradient were seen. Any other
-difference (a scale, a span, a mask) costs 1e-2. In 16 bits the rounding of the result itself comes on top, and inputs of
-few bits lie exactly between two INT8 values more often.
+the other way now and then, which costs 1/127 of one entry: up to 6e-5 of O and 1.4e-3 of a gradient were seen. Other
+differences (a scale, a span, a mask) cost 1e-2. In 16 bits the rounding of the result itself comes on top, and inputs
+of few bits lie exactly between two INT8 values more often.
 """
 
 import jax.numpy as jnp
 import pytest
-from sagebwd_jax import SageConfig
-
 from helpers import (
     assert_within,
     forward_and_backward,
@@ -17,6 +15,8 @@ from helpers import (
     oracle,
     relative_error,
 )
+
+from sagebwd_jax import SageConfig
 
 BOUNDS = {
     "float32": dict(out=3e-4, lse=1e-5, dq=3e-3, dk=3e-3, dv=3e-3),

@@ -4,10 +4,10 @@ import dataclasses
 import pickle
 
 import pytest
+from helpers import make_inputs, oracle, relative_error
+
 from sagebwd_jax import SageConfig
 from sagebwd_jax._config import LENGTH_MULTIPLE, MATRIX_PRODUCTS, CallSpec
-
-from helpers import make_inputs, oracle, relative_error
 
 PRESETS = {
     "default": SageConfig(),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from sagebwd_jax import SageConfig
-
 from helpers import assert_bitwise, forward_and_backward, make_inputs
+
+from sagebwd_jax import SageConfig
 
 
 def test_repeats_bitwise(cpu_implementation):

@@ -2,8 +2,6 @@
 
 import jax.numpy as jnp
 import pytest
-from sagebwd_jax import SageConfig
-
 from helpers import (
     assert_cosines,
     assert_finite,
@@ -12,6 +10,8 @@ from helpers import (
     forward_and_backward,
     make_inputs,
 )
+
+from sagebwd_jax import SageConfig
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
