@@ -133,8 +133,9 @@ def _natural_lse(lse, query, key, spec):
         return lse
     # The core's gradient of K is that of K itself, so the mean that is added back is a constant to it.
     mean = jax.lax.stop_gradient(key.astype(jnp.float32)).mean(1)
-    mean = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)
-    return lse + spec.scale * jnp.einsum("btnh,bnh->btn", query.astype(jnp.float32), mean, precision="highest")
+    mean = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)[:, None]
+    # Not a matrix product: a library's choice of kernel, and with it the order of the sum, may depend on the batch.
+    return lse + spec.scale * jnp.sum(query.astype(jnp.float32) * mean, axis=-1)
 
 
 def _refuse_unsupported(**arguments):
