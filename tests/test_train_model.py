@@ -141,7 +141,7 @@ def test_dummy_shapes_and_shapes_alone():
 
 
 @pytest.mark.parametrize(
-    ("preset", "parameters"), [("tiny", 623_680), ("30m", 29_939_328), ("124m", 123_588_864), ("325m", 324_185_600)]
+    ("preset", "parameters"), [("tiny", 426_752), ("30m", 29_939_328), ("124m", 123_588_864), ("325m", 324_185_600)]
 )
 def test_presets_have_the_size_they_are_named_after(preset, parameters):
     config = PRESETS[preset].with_attention("exact").model
