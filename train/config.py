@@ -186,8 +186,8 @@ def _check(config: TrainConfig) -> None:
 
 
 # Expected: held-out loss 1.7 to 1.8 nats a byte (byte frequencies alone: 3.4), about a minute on 2 CPU cores. Chosen so
-# that chance is small beside 1%: two exact runs that differ in rounding alone (float32 or bfloat16) end 0.1% apart, with
-# fewer and larger steps, another layer or a higher peak 0.2 to 0.6%.
+# that chance is small beside 1%: two exact runs that differ in rounding alone (float32 or bfloat16) end 0.1% apart.
+# With fewer and larger steps, another layer or a higher peak they end 0.2 to 0.6% apart.
 _TINY = TrainConfig(
     preset="tiny",
     steps=700,
