@@ -185,9 +185,9 @@ def _check(config: TrainConfig) -> None:
             raise SettingError(f"{name}={getattr(optimizer, name)} must be above 0")
 
 
-# Expected: held-out loss 1.8 to 1.9 nats a byte (byte frequencies alone: 3.4), about a minute on 2 CPU cores. Small steps
-# and two layers keep chance below 1%: exact runs that differ in rounding alone (float32 against bfloat16) end 0.1% apart
-# here, and 0.2 to 0.6% apart with fewer and larger steps, another layer or a higher peak.
+# Expected: held-out loss 1.8 to 1.9 nats a byte (byte frequencies alone: 3.4), about a minute on 2 CPU cores.
+# Small steps and two layers keep chance below 1%: exact runs that differ in rounding alone (float32 or bfloat16) end
+# 0.1% apart here, and 0.2 to 0.6% apart with fewer and larger steps, another layer or a higher peak.
 _TINY = TrainConfig(
     preset="tiny",
     steps=500,
