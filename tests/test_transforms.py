@@ -192,8 +192,9 @@ class TestCheckpoint:
         )
         assert_bitwise(list(got), list(expected))
 
-    def test_each_name_is_needed(self):
-        for name in RESIDUAL_NAMES:
+    def test_each_name_saves_a_kernel(self):
+        # All but V's: that residual is V itself, rounded to 16 bits if it was not.
+        for name in set(RESIDUAL_NAMES) - {"sagebwd_value"}:
             names = [x for x in RESIDUAL_NAMES if x != name]
             policy = jax.checkpoint_policies.save_only_these_names(*names)
             without = self.count(functools.partial(jax.checkpoint, policy=policy), "sagebwd_")
