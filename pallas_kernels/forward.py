@@ -85,7 +85,8 @@ def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
             return s, q_scale * k_scale_ref[j * block_k // spec.config.block_k]
         return s * k_scale_ref[cols][None, :], q_scale
 
-    def body(j, carry, edge):
+    def body(j, carry, *, following, edge):
+        del following
         out, peak, shift, total = carry
         cols = pl.ds(j * block_k, block_k)
         s, row_scale = scores(j, cols)

@@ -83,6 +83,7 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
 def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
     """One program: block_k keys against every query that sees them, of each query head of the group."""
     want_dk, want_dv = want
+    outputs = len(out_refs)
     j, k = pl.program_id(0), refs["k"][...]
     block_q, block_k, depth = tile.block_q, tile.block_k, k.shape[1]
     shape = (block_k, block_q)
@@ -93,9 +94,11 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
     if int8_scores:
         k_scale = refs["k_scale"][j * block_k // spec.config.block_k] if uniform_keys else refs["k_scale"][...]
 
-    def probabilities(g, i, rows, edge):
-        """P^T [keys, queries], times the scale that `shift` holds."""
-        s = steps.score_tile(k, refs["q"][(g, rows, slice(None)) if int8_scores else (rows, g, slice(None))])
+    def scores(g, rows):
+        return steps.score_tile(k, refs["q"][(g, rows, slice(None)) if int8_scores else (rows, g, slice(None))])
+
+    def probabilities(s, g, i, rows, edge):
+        """P^T [keys, queries] of a tile of scores, times the scale that `shift` holds."""
         if not int8_scores:
             scale = jnp.full((1, 1), spec.scale * steps.LOG2_E, jnp.float32)
         elif uniform_keys:
@@ -123,8 +126,10 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         product = steps.dot_int8(p_int8, refs["dout_turned"][g, :, rows])
         return ptx.fma(product, p_scale[:, None], dv, dv.shape)
 
-    def add_dk(p, g, rows, dk):
-        dp = steps.dot_16(v, refs["dout"][rows, g, :])
+    def dp_product(g, i):
+        return steps.dot_16(v, refs["dout"][pl.ds(i * block_q, block_q), g, :])
+
+    def add_dk(p, dp, g, rows, dk):
         ds = p * (dp - refs["delta"][g, rows][None, :])
         if not int8_dk:
             # bfloat16 even for float16 inputs: nothing bounds dS.
@@ -133,15 +138,21 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=whole_tile)
         return ptx.fma(steps.dot_int8(ds_int8, refs["q_turned"][g, :, rows]), ds_scale[:, None], dk, dk.shape)
 
-    def body(g, i, carry, edge):
-        carry = list(carry)
+    def body(g, i, carry, *, following, edge):
+        sums, ahead = list(carry[:outputs]), carry[outputs:]
         rows = pl.ds(i * block_q, block_q)
-        p = probabilities(g, i, rows, edge)
+        s = scores(g, rows)
+        if tile.dp_ahead:
+            # After S: the compiler lets a product run on into the next iteration if the first wait there is another's.
+            [dp], ahead = ahead, [dp_product(g, following)]
+        elif not want_dv:
+            dp = dp_product(g, i)
+        p = probabilities(s, g, i, rows, edge)
         if want_dv:
-            carry[-1] = add_dv(p, g, rows, carry[-1])
+            sums[-1] = add_dv(p, g, rows, sums[-1])
         if want_dk:
-            carry[0] = add_dk(p, g, rows, carry[0])
-        return tuple(carry)
+            sums[0] = add_dk(p, dp_product(g, i) if want_dv else dp, g, rows, sums[0])
+        return *sums, *ahead
 
     # Keys that do not count are rows of their own, whose results nobody reads, unless they share a tile's scale.
     mask_all = whole_tile and spec.key_length % block_k != 0
@@ -149,14 +160,15 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         j, block_q, block_k, is_causal=spec.is_causal, query_length=spec.query_length, mask_all=mask_all
     )
 
-    def head(g, carry):
-        return steps.loop_tiles(functools.partial(body, g), carry, phases)
+    def head(g, sums):
+        ahead = [dp_product(g, steps.first_tile(phases))] if tile.dp_ahead else []
+        return steps.loop_tiles(functools.partial(body, g), (*sums, *ahead), phases)[:outputs]
 
-    carry = (jnp.zeros((block_k, depth), jnp.float32),) * len(out_refs)
-    carry = head(0, carry) if group == 1 else lax.fori_loop(0, group, head, carry)
+    sums = (jnp.zeros((block_k, depth), jnp.float32),) * outputs
+    sums = head(0, sums) if group == 1 else lax.fori_loop(0, group, head, sums)
 
     # NaN if a query of the group is not finite: the maximum of a row loses it.
     poison = refs["poison"][0]
     factors = [1 / steps.LOG2_E if int8_dk else spec.scale] * want_dk + [1.0] * want_dv
-    for out_ref, total, factor in zip(out_refs, carry, factors, strict=True):
+    for out_ref, total, factor in zip(out_refs, sums, factors, strict=True):
         out_ref[...] = (total * factor + poison).astype(out_ref.dtype)

@@ -66,9 +66,16 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
     if int8_scores:
         q_scale = refs["q_scale"][...]
 
-    def body(j, dq, edge):
+    def dp_product(j):
+        return steps.dot_16(dout, refs["v"][pl.ds(j * block_k, block_k), :])
+
+    def body(j, carry, *, following, edge):
+        dq, *ahead = carry
         cols = pl.ds(j * block_k, block_k)
         s = steps.score_tile(q, refs["k"][cols, :])
+        if tile.dp_ahead:
+            # After S: the compiler lets a product run on into the next iteration if the first wait there is another's.
+            [dp], ahead = ahead, [dp_product(following)]
         if not int8_scores:
             scale = jnp.full((block_q,), spec.scale * steps.LOG2_E, jnp.float32)
         elif uniform_keys:
@@ -86,18 +93,20 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
                 rows_are_queries=True,
             )
             p = jnp.where(seen, p, 0.0)
-        ds = p * (steps.dot_16(dout, refs["v"][cols, :]) - delta[:, None])
+        ds = p * ((dp if tile.dp_ahead else dp_product(j)) - delta[:, None])
         if not int8_dq:
-            return dq + steps.dot_16(ds.astype(jnp.bfloat16), refs["k_16"][cols, :], b_is_turned=True)
+            dq = dq + steps.dot_16(ds.astype(jnp.bfloat16), refs["k_16"][cols, :], b_is_turned=True)
+            return dq, *ahead
         if not uniform_keys:
             # K's scale varies along the sum over keys, so dS takes it before it is rounded.
             ds = ds * refs["k_scale"][cols][None, :]
         ds_int8, ds_scale = steps.quantize_row(ds, whole_tile=spec.config.grad_scale == "tile")
         if uniform_keys:
             ds_scale = ds_scale * refs["k_scale"][j * block_k // spec.config.block_k]
-        return ptx.fma(steps.dot_int8(ds_int8, refs["k_turned"][:, cols]), ds_scale[:, None], dq, dq.shape)
+        product = steps.dot_int8(ds_int8, refs["k_turned"][:, cols])
+        return ptx.fma(product, ds_scale[:, None], dq, dq.shape), *ahead
 
     phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
-    start = jnp.zeros((block_q, depth), jnp.float32)
-    dq = steps.loop_tiles(body, start, phases)
+    ahead = [dp_product(steps.first_tile(phases))] if tile.dp_ahead else []
+    dq, *_ = steps.loop_tiles(body, (jnp.zeros((block_q, depth), jnp.float32), *ahead), phases)
     dq_ref[...] = (dq * spec.scale).astype(dq_ref.dtype)

@@ -20,7 +20,7 @@ _interpreted = contextvars.ContextVar("interpreted", default=False)
 class Tile:
     """How much of the score matrix one program of a kernel holds at a time, and how it is compiled.
 
-    The length along the summed axis is a span of `SageConfig` and changes the numbers; the other three do not, unless
+    The length along the summed axis is a span of `SageConfig` and changes the numbers; the others do not, unless
     `grad_scale="tile"`.
     """
 
@@ -28,9 +28,13 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
+    # Whether dO V^T of the next tile is computed before this tile's dS, which hides it behind the softmax where the
+    # registers suffice.
+    dp_ahead: bool = False
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
+        for name in ("block_q", "block_k", "num_warps", "num_stages"):
+            value = getattr(self, name)
             if value < 1 or value & (value - 1) and name != "num_stages":
                 raise ValueError(f"{name}={value}: a power of two is accepted")
 

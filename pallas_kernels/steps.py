@@ -111,23 +111,54 @@ class Phase(NamedTuple):
 
 
 def loop_tiles(body, carry, phases):
-    """Run body(tile, carry, edge) over the phases.
+    """Run body(tile, carry, following, edge) over the phases; `following` is the tile after it, or one that exists.
 
     A single tile is not made a loop: from a loop the compiler would hoist the positions that masks compare, and hold
     them in registers (forward, depth 64: 204 registers instead of 134).
     """
-    for first, end, edge, single in phases:
-        known = isinstance(first, int) and isinstance(end, int)
-        if known and first >= end:
+    for phase, later in zip(phases, [*phases[1:], None], strict=True):
+        step = functools.partial(_step, body, phase, later)
+        known = isinstance(phase.first, int) and isinstance(phase.end, int)
+        if known and phase.first >= phase.end:
             continue
         # The lowering takes no branch whose condition is known.
-        if single and known:
-            carry = body(first, carry, edge=edge)
-        elif single:
-            carry = lax.cond(first < end, functools.partial(body, first, edge=edge), lambda c: c, carry)
+        if phase.single and known:
+            carry = step(phase.first, carry)
+        elif phase.single:
+            carry = lax.cond(phase.first < phase.end, functools.partial(step, phase.first), lambda c: c, carry)
         else:
-            carry = lax.fori_loop(first, end, functools.partial(body, edge=edge), carry)
+            carry = lax.fori_loop(phase.first, phase.end, step, carry)
     return carry
+
+
+def _step(body, phase, later, tile, carry):
+    """One tile of a phase, told which tile comes after it: in this phase or in the one `later`."""
+    if later is None:
+        following = _existing(tile + 1, phase.end)
+    else:
+        following = _existing(later.first, later.end)
+        if not phase.single:
+            following = jnp.where(tile + 1 < phase.end, tile + 1, following)
+    return body(tile, carry, following=following, edge=phase.edge)
+
+
+def first_tile(phases):
+    """The tile that `loop_tiles` starts with, or one that exists if all phases are empty."""
+    first, end, *_ = phases[0]
+    for phase in phases[1:]:
+        first = lax.select(first < end, _int32(first), _int32(phase.first))
+        end = jnp.maximum(_int32(end), _int32(phase.end))
+    return _existing(first, end)
+
+
+def _existing(tile, end):
+    """A tile in 0..end-1: what is read ahead must lie within its operand, also where nothing follows."""
+    return jnp.maximum(jnp.minimum(_int32(tile), _int32(end) - 1), 0)
+
+
+def _int32(x):
+    """A Python number or a traced one as the one type that the lowering compares."""
+    return jnp.asarray(x, jnp.int32)
 
 
 def query_tile(spec):

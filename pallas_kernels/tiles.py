@@ -20,6 +20,7 @@ class Row:
       is_causal: None where one tile suits both.
       rows: queries (forward, grad_q) or keys that one program owns.
       summed: the tile's other side.
+      dp_ahead: see `Tile`; for grad_k and grad_q.
       milliseconds: of the kernel at B*T = 16384, 2048 channels, T = 8192, bfloat16; None if it was not timed, but
         chosen by benchmarks.kernel_report.
     """
@@ -31,10 +32,11 @@ class Row:
     summed: int
     num_warps: int
     num_stages: int
+    dp_ahead: bool = False
     milliseconds: float | None = None
 
 
-def _row(kernel, depth, is_causal, rows, summed, num_warps, num_stages, milliseconds=None):
+def _row(kernel, depth, is_causal, rows, summed, num_warps, num_stages, milliseconds=None, *, dp_ahead=False):
     return Row(
         kernel=kernel,
         depth=depth,
@@ -43,6 +45,7 @@ def _row(kernel, depth, is_causal, rows, summed, num_warps, num_stages, millisec
         summed=summed,
         num_warps=num_warps,
         num_stages=num_stages,
+        dp_ahead=dp_ahead,
         milliseconds=milliseconds,
     )
 
@@ -59,12 +62,12 @@ HOPPER = (
     _row("grad_v", 128, True, 64, 128, 4, 3, 0.90),
     _row("grad_k", 64, False, 128, 64, 4, 3, 3.52),
     _row("grad_k", 64, True, 128, 64, 4, 3, 1.93),
-    _row("grad_k", 128, False, 128, 64, 8, 3, 3.62),
-    _row("grad_k", 128, True, 128, 64, 8, 3, 1.94),
+    _row("grad_k", 128, False, 128, 64, 8, 3, 3.20, dp_ahead=True),
+    _row("grad_k", 128, True, 128, 64, 8, 3, dp_ahead=True),
     _row("grad_q", 64, False, 128, 64, 8, 3, 3.45),
     _row("grad_q", 64, True, 64, 64, 4, 2, 1.83),
-    _row("grad_q", 128, False, 128, 64, 8, 3, 3.11),
-    _row("grad_q", 128, True, 128, 64, 8, 3, 1.72),
+    _row("grad_q", 128, False, 128, 64, 8, 3, 2.98, dp_ahead=True),
+    _row("grad_q", 128, True, 128, 64, 8, 3, dp_ahead=True),
     _row("grad_kv_16", 64, False, 64, 64, 4, 2, 4.62),
     _row("grad_kv_16", 64, True, 64, 64, 4, 2, 2.39),
     _row("grad_kv_16", 128, False, 128, 64, 8, 3, 3.99),
@@ -96,50 +99,50 @@ TABLE = {(8, 0): WITHOUT_WGMMA, (9, 0): HOPPER, (12, 0): WITHOUT_WGMMA}
 
 def forward_tile(spec, depth) -> Tile:
     """The tile of the forward kernel."""
-    rows, summed, warps, stages = _find("forward", spec, depth, spec.config.pv_span)
-    return Tile(block_q=rows, block_k=summed, num_warps=warps, num_stages=stages)
+    return _find("forward", spec, depth, spec.config.pv_span)
 
 
 def grad_kv_tiles(spec, depth) -> tuple[bool, Tile, Tile]:
     """Whether dK and dV come from one kernel, and the tiles of dK and dV."""
-    config = spec.config
     if not spec.uses_int8("dk", "dv"):
-        tile = _keys_tile("grad_kv_16", spec, depth, None)
+        tile = _find("grad_kv_16", spec, depth, None)
         return True, tile, tile
-    tile_k = _keys_tile("grad_k", spec, depth, config.dk_span)
-    tile_v = _keys_tile("grad_v", spec, depth, config.dv_span)
+    tile_k = _find("grad_k", spec, depth, spec.config.dk_span)
+    tile_v = _find("grad_v", spec, depth, spec.config.dv_span)
     return False, tile_k, tile_v
 
 
 def grad_q_tile(spec, depth) -> Tile:
     """The tile of the kernel of dQ."""
-    int8 = spec.uses_int8("dq")
-    kernel, span = ("grad_q", spec.config.dq_span) if int8 else ("grad_q_16", None)
-    rows, summed, warps, stages = _find(kernel, spec, depth, span)
-    return Tile(block_q=rows, block_k=summed, num_warps=warps, num_stages=stages)
+    if not spec.uses_int8("dq"):
+        return _find("grad_q_16", spec, depth, None)
+    return _find("grad_q", spec, depth, spec.config.dq_span)
 
 
-def _keys_tile(kernel, spec, depth, span):
-    rows, summed, warps, stages = _find(kernel, spec, depth, span)
-    return Tile(block_q=summed, block_k=rows, num_warps=warps, num_stages=stages)
-
-
-def _find(kernel, spec, depth, span) -> tuple[int, int, int, int]:
-    """(rows, summed, num_warps, num_stages) for the GPU that the call is compiled for."""
+def _find(kernel, spec, depth, span) -> Tile:
+    """The tile for the GPU that the call is compiled for; `span` is None where no rounding asks for one."""
     config = spec.config
-    table = TABLE[_nearest(target_capability())]
-    owns_keys = kernel not in ("forward", "grad_q", "grad_q_16")
+    owns_keys = kernel in ("grad_v", "grad_k", "grad_kv_16")
     # A kernel reads one scale of K a tile, so a tile of keys may not be longer than the block that shares it.
     most_rows = config.block_k if owns_keys and config.key_scale == "block" else 128
     if config.grad_scale == "tile":
         most_rows = config.block_k if owns_keys else config.block_q
-    for row in table:
+    for row in TABLE[_nearest(target_capability())]:
         fits = (span is None or row.summed == span) and row.rows <= most_rows
         if row.kernel == kernel and row.depth == max(depth, 64) and row.is_causal in (None, spec.is_causal) and fits:
-            # Scores in 16 bits read twice the bytes; one stage less keeps them in shared memory.
-            stages = max(1, row.num_stages - spec.keeps_16_bits("qk"))
-            return row.rows, row.summed, row.num_warps, stages
-    return min(64, most_rows), 64 if span is None else span, 4, 2
+            break
+    else:
+        summed = 64 if span is None else span
+        row = _row(kernel, depth, None, min(64, most_rows), summed, 4, 2)
+    queries, keys = (row.summed, row.rows) if owns_keys else (row.rows, row.summed)
+    return Tile(
+        block_q=queries,
+        block_k=keys,
+        num_warps=row.num_warps,
+        # Scores in 16 bits read twice the bytes; one stage less keeps them in shared memory.
+        num_stages=max(1, row.num_stages - spec.keeps_16_bits("qk")),
+        dp_ahead=row.dp_ahead,
+    )
 
 
 def _nearest(capability) -> tuple[int, int]:
