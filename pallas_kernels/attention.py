@@ -10,13 +10,14 @@ from pallas_kernels.forward import forward as forward_kernel
 from pallas_kernels.grad_kv import grad_kv
 from pallas_kernels.grad_q import grad_q
 from pallas_kernels.quantize import (
-    channel_partials,
     quantize_blocks,
     quantize_channels,
     quantize_dout,
     quantize_tokens,
     turn,
 )
+from pallas_kernels.statistics import channel_statistics
+from pallas_kernels.statistics import mean_logits as mean_logits_kernel
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 
@@ -63,8 +64,14 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
             query, block=block, length=spec.query_length, repeat_scale=True, factor=factor
         )
     keep_smooth = keep and not spec.uses_int8("dq")
-    if spec.uses_int8("qk") or (keep and spec.uses_int8("dq")) or keep_smooth:
-        mean = channel_partials(key, reduce="sum").sum(2) / spec.key_length if config.smooth_k else None
+    uses_smooth = spec.uses_int8("qk") or keep
+    by_channel = spec.uses_int8("pv") and config.value_scale == "channel"
+    mean = absmax = None
+    if (uses_smooth and config.smooth_k) or by_channel:
+        mean, absmax = channel_statistics(
+            key if uses_smooth and config.smooth_k else None, value if by_channel else None, length=spec.key_length
+        )
+    if uses_smooth:
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale, *rest = quantize_tokens(
             key, mean, block=block, length=spec.key_length, repeat_scale=False, keep_16_bits=keep_smooth
@@ -73,8 +80,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
     if not spec.uses_int8("pv"):
         v, v_scale = value_16, None
-    elif config.value_scale == "channel":
-        absmax = channel_partials(value, reduce="absmax").max(2)
+    elif by_channel:
         v, v_scale = quantize_channels(value, absmax), steps.scale_and_inverse(absmax)[0]
     else:
         v, v_scale = quantize_blocks(value, block=config.pv_span)
@@ -99,6 +105,12 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         lse=lse,
     )
     return out, lse, residuals
+
+
+def mean_logits(query, key, *, spec: CallSpec):
+    """What smoothing takes from the logits, scale * q . mean(k) [B, N, T], and mean(k) [B, K, H]."""
+    mean, _ = channel_statistics(key, None, length=spec.key_length)
+    return mean_logits_kernel(query, mean, scale=spec.scale), mean
 
 
 def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):

@@ -35,7 +35,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
         _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, spec=spec, tile=tile)
 
     tiles = queries // tile.block_q
-    own = functools.partial(own_rows, tile.block_q, last=tiles - 1 if spec.is_causal else None)
+    own = functools.partial(own_rows, tile.block_q, last=tiles - 1 if tile.last_first else None)
     scales = [(q_scale, own()), (k_scale, None), (v_scale, None)]
     scales = [(x, spec_ or whole_head(x, group=group)) for x, spec_ in scales if x is not None]
     shapes = [
@@ -66,7 +66,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
 
 def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
     """One program: block_q queries against every key that they see."""
-    i, q = steps.query_tile(spec), q_ref[...]
+    i, q = steps.query_tile(tile), q_ref[...]
     block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
     int8_scores, int8_values = spec.uses_int8("qk"), spec.uses_int8("pv")
     shape = (block_q, block_k)

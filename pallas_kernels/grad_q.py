@@ -19,7 +19,7 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
     group, tiles = heads // ops.v.shape[2], queries // tile.block_q
 
     def own(x, *depth, heads_last=False):
-        return x, own_rows(tile.block_q, *depth, heads_last=heads_last, last=tiles - 1 if spec.is_causal else None)
+        return x, own_rows(tile.block_q, *depth, heads_last=heads_last, last=tiles - 1 if tile.last_first else None)
 
     def keys(x, heads_last=False):
         return x, whole_head(x, heads_last=heads_last, group=group)
@@ -57,7 +57,7 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
 
 def _grad_q_tile(refs, dq_ref, *, spec, tile):
     """One program: block_q queries against every key that they see."""
-    i, q, dout = steps.query_tile(spec), refs["q"][...], refs["dout"][...]
+    i, q, dout = steps.query_tile(tile), refs["q"][...], refs["dout"][...]
     lse, delta = refs["lse"][...], refs["delta"][...]
     block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
     shape = (block_q, block_k)
@@ -109,4 +109,6 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
     phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
     ahead = [dp_product(steps.first_tile(phases))] if tile.dp_ahead else []
     dq, *_ = steps.loop_tiles(body, (jnp.zeros((block_q, depth), jnp.float32), *ahead), phases)
-    dq_ref[...] = (dq * spec.scale).astype(dq_ref.dtype)
+    # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
+    poison = delta * 0 + lse * 0
+    dq_ref[...] = (dq * spec.scale + poison[:, None]).astype(dq_ref.dtype)

@@ -10,6 +10,8 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -31,6 +33,8 @@ class Tile:
     # Whether dO V^T of the next tile is computed before this tile's dS, which hides it behind the softmax where the
     # registers suffice.
     dp_ahead: bool = False
+    # Whether the last tile of queries comes first, which has the most keys if causal: a shorter tail of the launch.
+    last_first: bool = False
 
     def __post_init__(self):
         for name in ("block_q", "block_k", "num_warps", "num_stages"):
@@ -82,10 +86,16 @@ def inline_ptx(code, constraints, args, dtype, *, pack=1):
     return result
 
 
+def load_rows(ref, first, rows):
+    """Rows first..first+rows-1 of a matrix; zeros for those past its end."""
+    exists = first + lax.broadcasted_iota(jnp.int32, (rows, ref.shape[1]), 0) < ref.shape[0]
+    return plgpu.load(ref.at[pl.ds(first, rows), :], mask=exists, other=0.0)
+
+
 def own_rows(rows, *depth, heads_last=False, last=None):
     """The rows that program (i, n, b) owns of [B, N, time, ...], or of [B, time, N, ...] if `heads_last`.
 
-    With `last`, the last tile comes first: the order in which causal queries start with their longest programs.
+    With `last`, the index of the last tile, that one comes first.
     """
     tile = (lambda i: i) if last is None else (lambda i: last - i)
     if heads_last:

@@ -43,29 +43,6 @@ def _round_tokens(x, block, repeat_scale):
     return x_int8, jnp.broadcast_to(scale[:, None], (x.shape[0] // block, block)).reshape(x.shape[0])
 
 
-def channel_partials(x, *, reduce):
-    """Per tile of ROWS tokens and channel: the sum (`reduce="sum"`) or the largest magnitude ("absmax"), float32.
-
-    [B, time, N, H] -> [B, N, tiles, H]; the caller reduces the tiles.
-    """
-    batch, time, heads, depth = x.shape
-
-    def kernel(x_ref, out_ref):
-        tile = x_ref[...].astype(jnp.float32)
-        out_ref[...] = jnp.sum(tile, axis=0) if reduce == "sum" else jnp.max(steps.magnitude(tile), axis=0)
-
-    return call(
-        kernel,
-        f"sagebwd_channel_{reduce}",
-        (time // ROWS, heads, batch),
-        [x],
-        [own_rows(ROWS, depth, heads_last=True)],
-        jax.ShapeDtypeStruct((batch, heads, time // ROWS, depth), jnp.float32),
-        pl.BlockSpec((None, None, None, depth), lambda i, n, b: (b, n, i, 0)),
-        **_COMPILED,
-    )
-
-
 def quantize_tokens(x, mean=None, *, block, length, repeat_scale, factor=1.0, keep_16_bits=False):
     """Q or K as INT8 [B, N, time, H] with one scale a token (block=1), or one per `block` tokens.
 

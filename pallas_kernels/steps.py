@@ -161,10 +161,10 @@ def _int32(x):
     return jnp.asarray(x, jnp.int32)
 
 
-def query_tile(spec):
-    """The tile of queries that a program owns: the last first if causal, whose programs are the longest."""
+def query_tile(tile):
+    """The tile of queries that a program owns."""
     i = pl.program_id(0)
-    return pl.num_programs(0) - 1 - i if spec.is_causal else i
+    return pl.num_programs(0) - 1 - i if tile.last_first else i
 
 
 def key_phases(query_tile, block_q, block_k, *, is_causal, key_length):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import launch, steps
 from sagebwd_jax._config import LENGTH_MULTIPLE, CallSpec, SageConfig
-from sagebwd_jax._vjp import attention_core
+from sagebwd_jax._vjp import attention_core, mean_logits
 
 DTYPES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS = ("triton", "xla")
@@ -112,11 +112,14 @@ def _attend(query, key, value, scale, is_causal, implementation, with_lse, confi
         differentiates_lse=with_lse,
         config=config,
     )
-    out, lse = attention_core(_pad(query), _pad(key), _pad(value), spec)
-    lse = lse.swapaxes(1, 2)[:, :queries]
-    if with_lse:
-        lse = _natural_lse(lse, query, key, spec)
-    return out[:, :queries, :, :depth], lse
+    query, key, value = _pad(query), _pad(key), _pad(value)
+    out, lse = attention_core(query, key, value, spec)
+    lse = lse / steps.LOG2_E
+    if with_lse and config.smooth_k:
+        # Smoothing took this from INT8 logits; 16-bit logits kept it, but dQ is made from smoothed keys all the same.
+        taken = mean_logits(query, key, spec)
+        lse = lse + (taken if spec.uses_int8("qk") else taken - jax.lax.stop_gradient(taken))
+    return out[:, :queries, :, :depth], lse.swapaxes(1, 2)[:, :queries]
 
 
 def _pad(x):
@@ -124,18 +127,6 @@ def _pad(x):
     depth = max(32, 1 << (x.shape[3] - 1).bit_length())
     widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, depth - x.shape[3])]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
-
-
-def _natural_lse(lse, query, key, spec):
-    """The natural log-sum-exp [B, T, N] of the unsmoothed logits: smoothing took scale * q mean(k) from each one."""
-    lse = lse / steps.LOG2_E
-    if not spec.config.smooth_k or spec.keeps_16_bits("qk"):
-        return lse
-    # The core's gradient of K is that of K itself, so the mean that is added back is a constant to it.
-    mean = jax.lax.stop_gradient(key.astype(jnp.float32)).mean(1)
-    mean = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)[:, None]
-    # Not a matrix product: a library's choice of kernel, and with it the order of the sum, may depend on the batch.
-    return lse + spec.scale * jnp.sum(query.astype(jnp.float32) * mean, axis=-1)
 
 
 def _refuse_unsupported(**arguments):

@@ -1,21 +1,44 @@
-"""The custom_vjp: which implementation runs each pass, and what the forward pass keeps for the backward pass."""
+"""The custom_vjps: which implementation runs each pass, and what the forward pass keeps for the backward pass."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels import attention as triton
+from pallas_kernels import launch
+from sagebwd_jax import _xla as xla
 from sagebwd_jax._config import CallSpec
 
 
 def _run(function: str, spec: CallSpec, *operands, **static):
-    """`forward` or `backward` of the implementation that the call asks for, or that suits where it is lowered."""
-    from pallas_kernels import attention as triton
-    from sagebwd_jax import _xla as xla
+    """A function of the implementation that the call asks for, or else of the one that suits where it is lowered."""
+    return _run_once(operands, function, spec, tuple(static.items()), launch.is_interpreted())
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _run_once(operands, *static):
+    """A custom_vjp, so that nobody differentiates a pass, through its rounding, whose slope is 0."""
+    return _run_compiled(operands, *static)
+
+
+def _refuse_derivatives(*_):
+    raise NotImplementedError(
+        "second derivatives of sagebwd_jax.attention are not supported: use jax.nn.dot_product_attention for them"
+    )
+
+
+_run_once.defvjp(_refuse_derivatives, _refuse_derivatives)
+
+
+# Compiled once for equal shapes, also outside of a user's jit. `interpreted` changes what is traced, so it is a key.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _run_compiled(operands, function, spec, static, interpreted):
+    del interpreted
     choices = dict(triton=getattr(triton, function), xla=getattr(xla, function))
-    choices = {name: functools.partial(f, spec=spec, **static) for name, f in choices.items()}
+    choices = {name: functools.partial(f, spec=spec, **dict(static)) for name, f in choices.items()}
     if spec.implementation is not None:
         return choices[spec.implementation](*operands)
     return lax.platform_dependent(*operands, cuda=choices["triton"], default=choices["xla"])
@@ -41,3 +64,27 @@ def _backward(spec, residuals, cotangents):
 
 attention_core = jax.custom_vjp(_core, nondiff_argnames=("spec",))
 attention_core.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnames=("spec",))
+def mean_logits(query, key, spec: CallSpec):
+    """What smoothing takes from the logits of inputs in canonical form: scale * q . mean(k) [B, N, T].
+
+    K's mean counts as a constant: the core's gradient of K is that of K itself.
+    """
+    return _run("mean_logits", spec, query, key)[0]
+
+
+def _mean_logits_forward(query, key, spec):
+    logits, mean = _run("mean_logits", spec, query, key)
+    # The empty array says in which dtype the gradient is wanted.
+    return logits, (jnp.zeros((0, query.shape[2] // key.shape[2]), query.dtype), mean)
+
+
+def _mean_logits_backward(spec, residuals, dlogits):
+    like, mean = residuals
+    dquery = spec.scale * dlogits.swapaxes(1, 2)[..., None] * jnp.repeat(mean, like.shape[1], axis=1)[:, None]
+    return dquery.astype(like.dtype), None
+
+
+mean_logits.defvjp(_mean_logits_forward, _mean_logits_backward)

@@ -4,6 +4,8 @@ All rows at once against one span of the summed axis, so memory is O(T); a span 
 numbers are those of the kernels. Runs on CPU, TPU and anything else.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -56,11 +58,23 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     return out_16, lse, residuals
 
 
+def mean_logits(query, key, *, spec: CallSpec):
+    """What smoothing takes from the logits, scale * q . mean(k) [B, N, T], and mean(k) [B, K, H]."""
+    mean = _quantize.key_mean(key, spec.key_length)
+    repeated = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)[:, None]
+    # Not a matrix product: a library's choice of kernel, and with it the order of the sum, may depend on the batch.
+    return spec.scale * jnp.sum(query.astype(jnp.float32) * repeated, axis=-1).swapaxes(1, 2), mean
+
+
 def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
     """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
     r = residuals
-    out = r.out_int16.swapaxes(1, 2).astype(jnp.float32)
-    delta = jnp.sum(out * dout.swapaxes(1, 2).astype(jnp.float32), -1) * r.out_scale
+    # A cotangent that is known to be 0 (a loss of the log-sum-exp alone) must not become a constant of the scans: XLA's
+    # products with one are garbage on a CPU at times (JAX 0.10 to 0.12).
+    dout = lax.optimization_barrier(dout)
+    # The scale inside of the sum: after it, XLA mixes up rows on a CPU under a vmap of 12 (JAX 0.10.2).
+    out = r.out_int16.swapaxes(1, 2).astype(jnp.float32) * r.out_scale[..., None]
+    delta = jnp.sum(out * dout.swapaxes(1, 2).astype(jnp.float32), -1)
     if dlse is not None:
         delta = delta - dlse * steps.LOG2_E
     dq = _grad_q_scan(r, to_16_bits(dout), delta, spec)
@@ -70,8 +84,18 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
 
 def _dot(axes, a, b):
     """One matrix product: INT8 with INT32 sums, or 16 bits with float32 sums; the result is float32."""
-    sums = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return jnp.einsum(axes, a, b, preferred_element_type=sums).astype(jnp.float32)
+
+    def product(a, b, sums):
+        return jnp.einsum(axes, a, b, preferred_element_type=sums).astype(jnp.float32)
+
+    # XLA's INT8 and 16-bit products on a CPU are slow, and wrong at times under vmap (JAX 0.10.2). In float32 the
+    # factors are the same, and so are INT8's sums: they stay below 2^24.
+    return lax.platform_dependent(
+        a,
+        b,
+        cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32), jnp.float32),
+        default=functools.partial(product, sums=jnp.int32 if a.dtype == jnp.int8 else jnp.float32),
+    )
 
 
 def _group(x, kv_heads):

@@ -10,7 +10,7 @@ import pytest
 from helpers import make_inputs, normal, relative_error
 
 from pallas_kernels import attention as triton
-from pallas_kernels import launch, ptx, quantize, steps
+from pallas_kernels import launch, ptx, quantize, statistics, steps
 from sagebwd_jax import SageConfig, _quantize, _xla
 from sagebwd_jax._config import CallSpec
 
@@ -192,13 +192,31 @@ class TestQuantizeKernels:
             largest = jnp.abs(expected).max(3).swapaxes(1, 2).reshape(2, 3, 256 // block, block).max(3)
             assert relative_error(scale, jnp.repeat(largest, block, axis=2) / 127) < 1e-6
 
-    @pytest.mark.parametrize("reduce", ["sum", "absmax"])
-    def test_channel_partials(self, reduce):
-        x = normal(0, 2, 256, 3, 32)
-        got = quantize.channel_partials(x, reduce=reduce)
-        tiles = x.reshape(2, 2, 128, 3, 32)
-        expected = tiles.sum(2) if reduce == "sum" else jnp.abs(tiles).max(2)
-        assert relative_error(got, expected.swapaxes(1, 2)) < 1e-6
+    # 35 tiles: not a whole number of the pieces in which partial results are read.
+    @pytest.mark.parametrize("tiles", [1, 35])
+    def test_channel_statistics(self, tiles):
+        key, value = normal(0, 2, tiles * 128, 3, 32), normal(1, 2, tiles * 128, 3, 32, dtype=jnp.bfloat16)
+        length = tiles * 128 - 5
+        key = key.at[:, length:].set(0)
+        mean, absmax = statistics.channel_statistics(key, value, length=length)
+        assert relative_error(mean, key[:, :length].mean(1)) < 1e-5
+        assert (absmax == jnp.abs(value).max(1).astype(jnp.float32)).all()
+        alone, nothing = statistics.channel_statistics(key, None, length=length)
+        assert nothing is None and (alone == mean).all()
+        nothing, alone = statistics.channel_statistics(None, value, length=length)
+        assert nothing is None and (alone == absmax).all()
+
+    def test_channel_statistics_keep_what_is_not_finite_in_its_head(self):
+        x = normal(0, 1, 256, 2, 32).at[0, 130, 0, 3].set(jnp.nan)
+        mean, absmax = statistics.channel_statistics(x, x, length=256)
+        assert jnp.isnan(mean[0, 0, 3]) and absmax[0, 0, 3] == jnp.inf
+        assert jnp.isfinite(mean).sum() == jnp.isfinite(absmax).sum() == 63
+
+    def test_mean_logits(self):
+        query, mean = normal(0, 2, 256, 6, 32, dtype=jnp.bfloat16), normal(1, 2, 3, 32)
+        got = statistics.mean_logits(query, mean, scale=0.5)
+        expected = 0.5 * jnp.einsum("BTNH,BNH->BNT", query.astype(jnp.float32), jnp.repeat(mean, 2, axis=1))
+        assert relative_error(got, expected) < 1e-6
 
     def test_turned_is_transposed_and_swizzled(self):
         x = jax.random.randint(jax.random.key(0), (2, 3, 256, 32), -127, 128, jnp.int8)

@@ -70,7 +70,11 @@ class TestJitAndGrad:
         with using(cpu_implementation) as name:
             out, lse = jax.jit(functools.partial(attention, implementation=name, return_residual=True))(*inputs)
         trained = forward_and_backward(cpu_implementation)(*inputs, dout)
-        assert_bitwise([out, lse], [trained.out, trained.lse])
+        if cpu_implementation == "xla":
+            # Two programs, which XLA may fuse and so round in two ways.
+            assert relative_error(out, trained.out) <= 1e-4 and relative_error(lse, trained.lse) <= 1e-6
+        else:
+            assert_bitwise([out, lse], [trained.out, trained.lse])
 
     def test_jvp_says_that_it_is_a_custom_vjp(self):
         q, k, v, _ = make_inputs(4, 4, depth=8)
@@ -82,12 +86,12 @@ class TestJitAndGrad:
             with pytest.raises(TypeError, match="custom_vjp"):
                 transform(lambda q: attention(q, k, v, implementation="xla"))
 
-    @pytest.mark.xfail(strict=True, reason="the backward pass is differentiated through its rounding")
     @pytest.mark.parametrize("second", [jax.jacfwd, jax.jacrev])
-    def test_second_derivatives_are_refused(self, second):
+    def test_second_derivatives_are_refused(self, cpu_implementation, second):
         q, k, v, _ = make_inputs(4, 4, batch=1, heads=1, kv_heads=1, depth=8)
-        with pytest.raises(TypeError, match="custom_vjp"):
-            jax.make_jaxpr(second(jax.grad(lambda q: attention(q, k, v, implementation="xla").sum())))(q)
+        with using(cpu_implementation) as name, pytest.raises(NotImplementedError, match="second derivatives"):
+            gradient = jax.grad(lambda q: attention(q, k, v, implementation=name).sum())
+            jax.make_jaxpr(second(gradient))(q)
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_eval_shape(self, dtype):
@@ -123,8 +127,8 @@ class TestVmap:
                 assert relative_error(getattr(got, name)[i], expected) <= 1e-6, name
 
     def test_nested(self, cpu_implementation):
-        if cpu_implementation == "xla" and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12):
-            pytest.skip("XLA of jax 0.10 crashes on a CPU, in the INT8 products of dK and dV with this many batch axes")
+        if cpu_implementation == "xla" and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
+            pytest.skip("XLA of jax 0.10 crashes on a CPU, in products with this many batch axes")
         inputs = [x.reshape(2, 2, 2, *x.shape[1:]) for x in make_inputs(5, 7, batch=8, heads=2, kv_heads=1, depth=8)]
         run = forward_and_backward(cpu_implementation)
         got = jax.jit(jax.vmap(jax.vmap(run)))(*inputs)
@@ -258,10 +262,7 @@ class TestResidual:
         [
             SageConfig(),
             SageConfig(smooth_k=False, sixteen_bit=("qk", "dq")),
-            pytest.param(
-                SageConfig.precise(),
-                marks=pytest.mark.xfail(strict=True, reason="dQ misses what the mean of K adds to the log-sum-exp"),
-            ),
+            SageConfig.precise(),
         ],
         ids=["default", "unsmoothed", "precise"],
     )
@@ -359,7 +360,6 @@ class TestCompilation:
             step(q + i, k, v)
         assert len(traces) == 1
 
-    @pytest.mark.xfail(strict=True, reason="the scans are closures, new to JAX's cache in every call outside jit")
     def test_equal_calls_outside_jit_are_compiled_once(self, caplog):
         *inputs, dout = make_inputs(5, 7, depth=8)
         gradients = jax.grad(loss_of("xla", dout))
