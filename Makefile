@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-core check format clean
+.PHONY: train test check format clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -23,10 +23,6 @@ train: $(VENV)/train.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
-
-# What has been seen green on a fresh machine; make test is the whole suite, which takes longer than it should there.
-test-core: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow' tests/test_config.py tests/test_errors.py tests/test_steps.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .

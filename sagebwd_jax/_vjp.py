@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import attention as triton
 from pallas_kernels import launch
-from sagebwd_jax import _xla as xla
 from sagebwd_jax._config import CallSpec
 
 
@@ -36,6 +34,10 @@ _run_once.defvjp(_refuse_derivatives, _refuse_derivatives)
 # Compiled once for equal shapes, also outside of a user's jit. `interpreted` changes what is traced, so it is a key.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _run_compiled(operands, function, spec, static, interpreted):
+    # Here, since they read the config, whose package imports this module.
+    from pallas_kernels import attention as triton
+    from sagebwd_jax import _xla as xla
+
     del interpreted
     choices = dict(triton=getattr(triton, function), xla=getattr(xla, function))
     choices = {name: functools.partial(f, spec=spec, **dict(static)) for name, f in choices.items()}

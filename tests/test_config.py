@@ -1,7 +1,11 @@
 """SageConfig: its presets, what it refuses, and that it can be a static argument."""
 
 import dataclasses
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import make_inputs, oracle, relative_error
@@ -168,3 +172,10 @@ def test_every_choice_changes_what_it_names(name):
     fields = fields or (AFFECTED[name.removeprefix("16-bit-")],)
     for field in fields:
         assert relative_error(getattr(changed, field), getattr(plain, field)) > 2e-3, field
+
+
+@pytest.mark.parametrize("first", ["sagebwd_jax", "pallas_kernels.attention", "sagebwd_jax._xla"])
+def test_either_package_can_be_imported_first(first):
+    # Each reads a module of the other.
+    command = [sys.executable, "-c", f"import {first}, sagebwd_jax"]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}, check=True)
