@@ -154,10 +154,10 @@ def _compile(kernel, shapes, mesh, folder):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
     # "ptx" names no emitter: it leaves only the PTX, which the releases from 0.11 on write if this option is set.
     # The level is XLA's default, said for where XLA_FLAGS lowers it: registers depend on it.
-    options: dict[str, str | bool | int] = {
+    options: dict[str, str | bool] = {
         "xla_dump_to": str(folder),
         "xla_dump_emitter_re": "ptx",
-        "xla_backend_optimization_level": 3,
+        "xla_backend_optimization_level": "3",
     }
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(kernel).lower(*shapes)

@@ -34,8 +34,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
         scale_refs, out_refs = refs[: 2 * int8_scores + int8_values], refs[2 * int8_scores + int8_values :]
         _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, spec=spec, tile=tile)
 
-    tiles = queries // tile.block_q
-    own = functools.partial(own_rows, tile.block_q, last=tiles - 1 if tile.last_first else None)
+    own = functools.partial(own_rows, tile.block_q)
     scales = [(q_scale, own()), (k_scale, None), (v_scale, None)]
     scales = [(x, spec_ or whole_head(x, group=group)) for x, spec_ in scales if x is not None]
     shapes = [
@@ -49,7 +48,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
     return call(
         kernel,
         "sagebwd_forward",
-        (tiles, heads, batch),
+        (queries // tile.block_q, heads, batch),
         [q, k, v, *(x for x, _ in scales)],
         [
             own(depth, heads_last=not int8_scores),
@@ -66,7 +65,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
 
 def _forward_tile(q_ref, k_ref, v_ref, scale_refs, out_refs, *, spec, tile):
     """One program: block_q queries against every key that they see."""
-    i, q = steps.query_tile(tile), q_ref[...]
+    i, q = pl.program_id(0), q_ref[...]
     block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
     int8_scores, int8_values = spec.uses_int8("qk"), spec.uses_int8("pv")
     shape = (block_q, block_k)

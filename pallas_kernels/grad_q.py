@@ -57,7 +57,9 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
 
 def _grad_q_tile(refs, dq_ref, *, spec, tile):
     """One program: block_q queries against every key that they see."""
-    i, q, dout = steps.query_tile(tile), refs["q"][...], refs["dout"][...]
+    q, dout = refs["q"][...], refs["dout"][...]
+    i = pl.program_id(0)
+    i = pl.num_programs(0) - 1 - i if tile.last_first else i
     lse, delta = refs["lse"][...], refs["delta"][...]
     block_q, block_k, depth = tile.block_q, tile.block_k, q.shape[1]
     shape = (block_q, block_k)

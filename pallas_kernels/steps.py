@@ -161,12 +161,6 @@ def _int32(x):
     return jnp.asarray(x, jnp.int32)
 
 
-def query_tile(tile):
-    """The tile of queries that a program owns."""
-    i = pl.program_id(0)
-    return pl.num_programs(0) - 1 - i if tile.last_first else i
-
-
 def key_phases(query_tile, block_q, block_k, *, is_causal, key_length):
     """The phases of a program that owns a tile of queries: tiles of keys that need masks, then whole ones.
 

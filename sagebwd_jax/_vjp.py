@@ -1,6 +1,8 @@
 """The custom_vjps: which implementation runs each pass, and what the forward pass keeps for the backward pass."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from pallas_kernels import launch
 from sagebwd_jax._config import CallSpec
 
 
-def _run(function: str, spec: CallSpec, *operands, **static):
+def _run(function: str, spec: CallSpec, *operands, **static) -> Any:
     """A function of the implementation that the call asks for, or else of the one that suits where it is lowered."""
     return _run_once(operands, function, spec, tuple(static.items()), launch.is_interpreted())
 
@@ -68,8 +70,7 @@ attention_core = jax.custom_vjp(_core, nondiff_argnames=("spec",))
 attention_core.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("spec",))
-def mean_logits(query, key, spec: CallSpec):
+def _mean_logits(query, key, spec: CallSpec):
     """What smoothing takes from the logits of inputs in canonical form: scale * q . mean(k) [B, N, T].
 
     K's mean counts as a constant: the core's gradient of K is that of K itself.
@@ -89,4 +90,6 @@ def _mean_logits_backward(spec, residuals, dlogits):
     return dquery.astype(like.dtype), None
 
 
-mean_logits.defvjp(_mean_logits_forward, _mean_logits_backward)
+_mean_logits_vjp = jax.custom_vjp(_mean_logits, nondiff_argnames=("spec",))
+_mean_logits_vjp.defvjp(_mean_logits_forward, _mean_logits_backward)
+mean_logits: Callable[[jax.Array, jax.Array, CallSpec], jax.Array] = _mean_logits_vjp
