@@ -4,8 +4,6 @@ All rows at once against one span of the summed axis, so memory is O(T); a span 
 numbers are those of the kernels. Runs on CPU, TPU and anything else.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -83,19 +81,14 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
 
 
 def _dot(axes, a, b):
-    """One matrix product: INT8 with INT32 sums, or 16 bits with float32 sums; the result is float32."""
+    """One matrix product of INT8 or 16-bit values, in float32.
 
-    def product(a, b, sums):
-        return jnp.einsum(axes, a, b, preferred_element_type=sums).astype(jnp.float32)
-
-    # XLA's INT8 and 16-bit products on a CPU are slow, and wrong at times under vmap (JAX 0.10.2). In float32 the
-    # factors are the same, and so are INT8's sums: they stay below 2^24.
-    return lax.platform_dependent(
-        a,
-        b,
-        cpu=lambda a, b: product(a.astype(jnp.float32), b.astype(jnp.float32), jnp.float32),
-        default=functools.partial(product, sums=jnp.int32 if a.dtype == jnp.int8 else jnp.float32),
-    )
+    INT8 values are multiplied as bfloat16 with float32 sums, which gives the same integers: factors have 7 bits and
+    sums stay below 2^24. XLA's own INT8 products are slow on a CPU and were wrong on a GPU (dK doubled; H200, JAX
+    0.11.2).
+    """
+    a, b = (x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x for x in (a, b))
+    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
 
 
 def _group(x, kv_heads):

@@ -85,6 +85,13 @@ def test_equals_the_dense_algorithm(implementation, name):
     check(implementation, *CASES[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [SageConfig(), SageConfig.precise()], ids=["default", "precise"])
+def test_plain_jax_on_a_gpu(config):
+    # Long enough for a library's matrix products, which are not the CPU's.
+    check("xla", 1024, 1024, (4, 4), 64, "bfloat16", False, config, None, batch=1)
+
+
 @pytest.mark.parametrize("length", [2, 17, 63, 65, 127, 192, 1000, 4092])
 def test_any_length(length):
     check("xla", length, length, (1, 1), 32, "bfloat16", length != 192, SageConfig(), None, batch=1)
