@@ -1,13 +1,14 @@
 """The benchmarks' own arithmetic, and a dry run of each on the CPU."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, cases, cuda_tools, gpu_targets, methods, oracle, plots, records, speed, timing
+from benchmarks import accuracy, cases, cuda_tools, gpu_targets, methods, oracle, plots, records, speed, tables, timing
 from sagebwd_jax.reference import exact_attention_and_grads
 
 ROW_KEYS = {
@@ -218,3 +219,10 @@ def test_blocks_that_a_multiprocessor_holds():
     assert h200.blocks_per_core(168, 1000, 128) == 3
     assert h200.blocks_per_core(32, 90 * 1024, 128) == 2
     assert h200.blocks_per_core(32, 0, 1024) == 2
+
+
+def test_tables_of_the_readme_are_those_of_the_results():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for table in tables.tables():
+        assert len(table) > 3
+        assert "\n".join(table) in readme
