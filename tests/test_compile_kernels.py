@@ -10,8 +10,16 @@ from sagebwd_jax import SageConfig
 
 pytestmark = pytest.mark.compile
 
-# Bytes of shared memory that one block can have: CUDA programming guide, compute capabilities 8.0, 8.9, 9.0 and 12.0.
-SHARED_LIMITS = {"a100": 166912, "rtx4090": 101376, "h200": 232448, "rtx5090": 101376}
+# Bytes of shared memory that one block can have: CUDA programming guide, compute capabilities 8.0, 8.6, 8.9, 9.0, 10.0
+# and 12.0.
+SHARED_LIMITS = {
+    "a100": 166912,
+    "rtx3090": 101376,
+    "rtx4090": 101376,
+    "h200": 232448,
+    "b200": 232448,
+    "rtx5090": 101376,
+}
 PRESETS = {"default": SageConfig(), "mixed": SageConfig.mixed()}
 ATTENTION = ("forward", "grad_v", "grad_k", "grad_kv", "grad_q")
 
