@@ -63,6 +63,22 @@ def split_at_kernels(function: Callable, shapes) -> tuple[Callable, Callable]:
     return prepare, run
 
 
+def one_kernel(function: Callable, shapes, name: str) -> tuple[Callable, Callable]:
+    """(prepare, run): what makes the operands of `function`'s first kernel of this name, and that kernel alone."""
+    traced = jax.make_jaxpr(function)(*shapes)
+    jaxpr = traced.jaxpr
+    named = [eqn for eqn in jaxpr.eqns if kernel_name(eqn) == name]
+    if not named:
+        launched = dict.fromkeys(filter(None, map(kernel_name, jaxpr.eqns)))
+        raise ValueError(f"{name!r} is not launched: {', '.join(launched)} are")
+    operands = _variables(named[0])
+    results = [v for v in named[0].outvars if not isinstance(v, core.DropVar)]
+    constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+    before = jaxpr.eqns[: jaxpr.eqns.index(named[0])]
+    prepare = core.jaxpr_as_fun(_part(jaxpr, before, jaxpr.invars, operands, constants))
+    return prepare, core.jaxpr_as_fun(_part(jaxpr, named[:1], operands, results))
+
+
 def _is_attention_kernel(eqn) -> bool:
     """Whether an equation launches an attention kernel; those that quantise are not meant."""
     return (kernel_name(eqn) or "").startswith(_ATTENTION_KERNELS)

@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, and a dry run of each on the CPU."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, cases, cuda_tools, gpu_targets, methods, oracle, plots, records, speed, tables, timing
+from benchmarks import (
+    accuracy,
+    cases,
+    cuda_tools,
+    gpu_targets,
+    methods,
+    oracle,
+    plots,
+    records,
+    speed,
+    tables,
+    timing,
+    tune,
+)
+from pallas_kernels import launch, tiles
 from sagebwd_jax.reference import exact_attention_and_grads
 
 ROW_KEYS = {
@@ -226,3 +241,34 @@ def test_tables_of_the_readme_are_those_of_the_results():
     for table in tables.tables():
         assert len(table) > 3
         assert "\n".join(table) in readme
+
+
+@pytest.mark.parametrize("kernel", ["grad_k", "grad_q_16"])
+def test_tuning_times_the_rows_that_work_and_writes_them_as_the_table_does(kernel):
+    [case] = cases.make_cases((256,), (64,), (True,), tokens=256, channels=64)
+    rows = list(tune.candidates(kernel, 64, True, methods.PRESETS[tune.KERNELS[kernel][1]]))
+    assert len(set(rows)) == len(rows) > 8
+    with launch.interpreted():
+        timed = tune.measure([rows[0], rows[-1]], case, calls=1)
+    assert [row.milliseconds for row in timed] == sorted(row.milliseconds for row in timed)
+    assert {dataclasses.replace(row, milliseconds=None) for row in timed} == {rows[0], rows[-1]}
+    for row in timed:
+        again = eval(tune.describe(row), {"_row": tiles._row})
+        assert dataclasses.replace(again, milliseconds=None) in rows
+
+
+def test_tuning_says_which_tile_is_wrong(monkeypatch):
+    [case] = cases.make_cases((128,), (64,), (False,), tokens=128, channels=64)
+    rows = list(tune.candidates("forward", 64, False, methods.PRESETS["sagebwd"]))[:2]
+    trace = tune.trace_row
+    times = {rows[0]: 1, rows[1]: 2}
+
+    def scaled(row, case):
+        prepare, run = trace(row, case)
+        return prepare, lambda *operands: [x * times[row] for x in run(*operands)]
+
+    monkeypatch.setattr(tune, "trace_row", scaled)
+    notes = []
+    with launch.interpreted():
+        timed = tune.measure(rows, case, calls=1, note=notes.append)
+    assert len(timed) == 1 and len(notes) == 1 and "differs from the first by 1" in notes[0]
