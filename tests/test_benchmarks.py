@@ -12,6 +12,7 @@ import pytest
 from benchmarks import (
     accuracy,
     cases,
+    costs,
     cuda_tools,
     gpu_targets,
     methods,
@@ -272,3 +273,21 @@ def test_tuning_says_which_tile_is_wrong(monkeypatch):
     with launch.interpreted():
         timed = tune.measure(rows, case, calls=1, note=notes.append)
     assert len(timed) == 1 and len(notes) == 1 and "differs from the first by 1" in notes[0]
+
+
+def test_costs_count_what_is_kept_once(tmp_path):
+    # JAX's own attention promotes.
+    with jax.numpy_dtype_promotion("standard"):
+        costs.main(["--dry-run", "--length", "256", "--output", str(tmp_path)])
+    rows = {(r["method"], r["depth"]): r for r in json.loads((tmp_path / "costs_dry_run.json").read_text())}
+    # int8 Q and K, 16-bit V and O; one float32 scale a query, one a row of O, its log-sum-exp, K's two scales a head.
+    assert rows["sagebwd", 128]["kept_bytes_per_value"] == pytest.approx(6 + (3 + 2 / 256) * 4 / 128)
+    # Q, K less its mean and Q, K for the scores besides.
+    assert rows["sagebwd mixed", 128]["kept_bytes_per_value"] == pytest.approx(10 + (3 + 2 / 256) * 4 / 128)
+    assert all(row["first_compilation_seconds"] > 0 for row in rows.values())
+
+
+def test_kept_bytes_of_a_product_by_hand():
+    x = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)
+    assert costs.kept_bytes(lambda a, b: a * b, [x, x]) == 2 * 2 * 15
+    assert costs.kept_bytes(lambda a, b: a * a * b, [x, x]) >= 2 * 2 * 15

@@ -1,5 +1,7 @@
 """The train step: accumulation, what it reports, donation, and that its gradients with SageBwd are the exact ones."""
 
+import json
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 from flax import nnx
 from train_micro import micro_config
 
+from benchmarks import pretraining
 from train.model import next_token_loss
 from train.optimizer import make_optimizer
 from train.step import StepMetrics, TrainState, init_model, make_eval_step, make_train_step
@@ -101,3 +104,14 @@ def test_sagebwd_gradients_reach_every_parameter_as_exact_ones_do():
         norms = np.linalg.norm(got), np.linalg.norm(exact)
         cosine = np.vdot(got, exact) / (norms[0] * norms[1])
         assert abs(norms[0] / norms[1] - 1) < 0.05 and cosine > 0.99, (name, norms, cosine)
+
+
+def test_pretraining_times_the_step_of_each_attention(tmp_path):
+    arguments = "--preset tiny --length 32 --sequences 2 --attention sagebwd exact --output".split()
+    pretraining.main([*arguments, str(tmp_path)])
+    [path] = tmp_path.glob("pretraining_tiny_*.json")
+    ours, exact = json.loads(path.read_text())
+    assert (ours["attention"], exact["attention"]) == ("sagebwd", "exact")
+    assert ours["tokens_per_second"] == pytest.approx(64e3 / ours["milliseconds"])
+    # The same parameters and tokens, 24 steps on.
+    assert ours["loss"] == pytest.approx(exact["loss"], rel=0.05) and ours["loss"] < 5
