@@ -91,6 +91,19 @@ def whole_pass(method: Method, pass_: str, case: Case) -> Callable:
     return forward_and_backward
 
 
+def call_spec(case: Case, config: SageConfig) -> CallSpec:
+    """What a plain call of `attention` on this case is to the implementations."""
+    return CallSpec(
+        is_causal=case.causal,
+        scale=case.depth**-0.5,
+        query_length=case.length,
+        key_length=case.length,
+        implementation="triton",
+        differentiates_lse=False,
+        config=config,
+    )
+
+
 def kernel_pass(method: Method, pass_: str, case: Case) -> tuple[Callable, Callable]:
     """(prepare, run): `prepare(query, key, value, dout)` makes the operands that `run`, the kernels alone, takes.
 
@@ -98,15 +111,7 @@ def kernel_pass(method: Method, pass_: str, case: Case) -> tuple[Callable, Calla
     """
     if method.config is None:
         raise ValueError(f"{method.name} has no kernels of ours")
-    spec = CallSpec(
-        is_causal=case.causal,
-        scale=case.depth**-0.5,
-        query_length=case.length,
-        key_length=case.length,
-        implementation="triton",
-        differentiates_lse=False,
-        config=method.config,
-    )
+    spec = call_spec(case, method.config)
     shapes = [jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16)] * 4
     if pass_ == "forward kernels":
 

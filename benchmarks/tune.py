@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import cases, timing
-from benchmarks.methods import PRESETS
+from benchmarks.methods import PRESETS, call_spec
 from benchmarks.oracle import relative_error
 from benchmarks.speed import draw_inputs
 from benchmarks.traces import one_kernel
 from pallas_kernels import attention as passes
 from pallas_kernels import launch, tiles
-from sagebwd_jax._config import CallSpec
 
 # The kernel's name in the tile table: the kernel that a profiler shows, and the preset that launches it.
 KERNELS = {
@@ -65,15 +64,7 @@ def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.
 def trace_row(row: tiles.Row, case: cases.Case):
     """(prepare, run): what makes the kernel's operands, and the kernel alone, with this row's tile."""
     name, preset = KERNELS[row.kernel]
-    spec = CallSpec(
-        is_causal=case.causal,
-        scale=case.depth**-0.5,
-        query_length=case.length,
-        key_length=case.length,
-        implementation="triton",
-        differentiates_lse=False,
-        config=PRESETS[preset],
-    )
+    spec = call_spec(case, PRESETS[preset])
 
     def both_passes(query, key, value, dout):
         out, _, residuals = passes.forward(query, key, value, spec=spec, keep=True)
