@@ -6,6 +6,8 @@ function to the executable, without any cache.
 """
 
 import argparse
+import functools
+import math
 import sys
 import time
 from pathlib import Path
@@ -32,23 +34,18 @@ def kept_bytes(attend, shapes) -> int:
 def measure(case: cases.Case, method: Method) -> dict:
     """One record: the method's kept bytes per output value, and the seconds of its first compilation."""
     shapes = [jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)] * 4
-
-    def attend(*inputs):
-        return method.attend(*inputs, is_causal=case.causal)
-
     jax.clear_caches()
-    kept = kept_bytes(attend, shapes[:3])
+    kept = kept_bytes(functools.partial(method.attend, is_causal=case.causal), shapes[:3])
     lowered = jax.jit(whole_pass(method, "forward+backward", case)).lower(*shapes)
     start = time.perf_counter()
     lowered.compile()
     seconds = time.perf_counter() - start
-    batch, length, heads, depth = case.shape
     return dict(
         method=method.name,
         depth=case.depth,
         length=case.length,
         causal=case.causal,
-        kept_bytes_per_value=kept / (batch * length * heads * depth),
+        kept_bytes_per_value=kept / math.prod(case.shape),
         first_compilation_seconds=seconds,
     )
 

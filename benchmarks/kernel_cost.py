@@ -16,17 +16,16 @@ from pathlib import Path
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import cuda_tools
+from benchmarks.cases import Case
 from benchmarks.gpu_targets import TARGETS
+from benchmarks.methods import both_passes, call_spec
 from benchmarks.traces import single_kernels
-from pallas_kernels import attention as passes
 from pallas_kernels import tiles
 from sagebwd_jax import SageConfig
-from sagebwd_jax._config import CallSpec
 
 # Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
 _BATCH, _LENGTH, _HEADS = 2, 8192, 2
@@ -109,24 +108,9 @@ def _trace(gpu, depth, causal, config) -> _Trace:
     if gpu not in TARGETS:
         raise ValueError(f"{gpu=}: known are {', '.join(TARGETS)}")
     mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
-    spec = CallSpec(
-        is_causal=causal,
-        scale=depth**-0.5,
-        query_length=_LENGTH,
-        key_length=_LENGTH,
-        implementation="triton",
-        differentiates_lse=False,
-        config=config,
-    )
-
-    def both_passes(query, key, value, dout):
-        out, lse, residuals = passes.forward(query, key, value, spec=spec, keep=True)
-        assert residuals is not None
-        return out, lse, passes.backward(residuals, dout, None, spec=spec)
-
-    shapes = [jax.ShapeDtypeStruct((_BATCH, _LENGTH, _HEADS, depth), jnp.bfloat16)] * 4
+    case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _Trace(mesh, single_kernels(both_passes, shapes), _tile_areas(spec, depth))
+        return _Trace(mesh, single_kernels(*both_passes(case, config)), _tile_areas(call_spec(case, config), depth))
 
 
 def _topology(description):

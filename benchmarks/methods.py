@@ -104,6 +104,18 @@ def call_spec(case: Case, config: SageConfig) -> CallSpec:
     )
 
 
+def both_passes(case: Case, config: SageConfig) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """The implementation's forward and backward pass, all results returned, and the shapes it takes."""
+    spec = call_spec(case, config)
+
+    def run(query, key, value, dout):
+        out, lse, residuals = kernels.forward(query, key, value, spec=spec, keep=True)
+        assert residuals is not None
+        return out, lse, kernels.backward(residuals, dout, None, spec=spec)
+
+    return run, [jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16)] * 4
+
+
 def kernel_pass(method: Method, pass_: str, case: Case) -> tuple[Callable, Callable]:
     """(prepare, run): `prepare(query, key, value, dout)` makes the operands that `run`, the kernels alone, takes.
 

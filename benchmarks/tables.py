@@ -3,6 +3,7 @@
 import json
 
 from benchmarks import records
+from benchmarks.accuracy import TENSORS
 
 METHODS = {
     "`SageConfig()`": "sagebwd",
@@ -12,7 +13,6 @@ METHODS = {
     "cuDNN (JAX)": "cuDNN",
 }
 PRESETS = {"`SageConfig()`": "default", "`mixed()`": "mixed", "`precise()`": "precise", "`faithful()`": "faithful"}
-TENSORS = ("O", "dQ", "dK", "dV")
 
 
 def speed_table(rows, pass_, columns) -> list[str]:

@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks import cases, timing
-from benchmarks.methods import PRESETS, call_spec
+from benchmarks.methods import PRESETS, both_passes
 from benchmarks.oracle import relative_error
 from benchmarks.speed import draw_inputs
 from benchmarks.traces import one_kernel
-from pallas_kernels import attention as passes
 from pallas_kernels import launch, tiles
 
 # The kernel's name in the tile table: the kernel that a profiler shows, and the preset that launches it.
@@ -64,18 +62,10 @@ def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.
 def trace_row(row: tiles.Row, case: cases.Case):
     """(prepare, run): what makes the kernel's operands, and the kernel alone, with this row's tile."""
     name, preset = KERNELS[row.kernel]
-    spec = call_spec(case, PRESETS[preset])
-
-    def both_passes(query, key, value, dout):
-        out, _, residuals = passes.forward(query, key, value, spec=spec, keep=True)
-        assert residuals is not None
-        return out, passes.backward(residuals, dout, None, spec=spec)
-
-    shapes = [jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)] * 4
     # The first row that fits is taken, whatever the GPU.
     table = {capability: (row, *rows) for capability, rows in tiles.TABLE.items()}
     with mock.patch.dict(tiles.TABLE, table):
-        return one_kernel(both_passes, shapes, name)
+        return one_kernel(*both_passes(case, PRESETS[preset]), name)
 
 
 def measure(rows: list[tiles.Row], case: cases.Case, *, calls=None, note=print) -> list[tiles.Row]:

@@ -141,7 +141,7 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
     def body(g, i, carry, *, following, edge):
         sums, ahead = list(carry[:outputs]), carry[outputs:]
         rows = pl.ds(i * block_q, block_q)
-        s = scores(g, rows)
+        s, dp = scores(g, rows), None
         if tile.dp_ahead:
             # After S: the compiler lets a product run on into the next iteration if the first wait there is another's.
             [dp], ahead = ahead, [dp_product(g, following)]
@@ -151,7 +151,9 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
         if want_dv:
             sums[-1] = add_dv(p, g, rows, sums[-1])
         if want_dk:
-            sums[0] = add_dk(p, dp_product(g, i) if want_dv else dp, g, rows, sums[0])
+            # With dV beside it only here: fewer values are held at a time.
+            dp = dp_product(g, i) if dp is None else dp
+            sums[0] = add_dk(p, dp, g, rows, sums[0])
         return *sums, *ahead
 
     # Keys that do not count are rows of their own, whose results nobody reads, unless they share a tile's scale.

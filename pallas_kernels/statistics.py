@@ -10,12 +10,10 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
 from pallas_kernels.launch import call, load_rows, own_rows, whole_head
+from pallas_kernels.quantize import COMPILED, ROWS
 
-# Rows of one program; the work is bound by memory.
-ROWS = 128
 # Partial results that the second kernel reads at a time.
 PARTIALS = 32
-_COMPILED = dict(num_warps=4, num_stages=1)
 
 
 def channel_statistics(key, value, *, length):
@@ -41,7 +39,7 @@ def channel_statistics(key, value, *, length):
         [own_rows(ROWS, depth, heads_last=True)] * len(inputs),
         [jax.ShapeDtypeStruct((batch, heads, tiles, depth), jnp.float32)] * len(inputs),
         [pl.BlockSpec((None, None, None, depth), lambda i, n, b: (b, n, i, 0))] * len(inputs),
-        **_COMPILED,
+        **COMPILED,
     )
 
     def kernel(*refs):
@@ -63,7 +61,7 @@ def channel_statistics(key, value, *, length):
         [pl.BlockSpec((None, None, tiles, depth), lambda n, b: (b, n, 0, 0))] * len(inputs),
         [jax.ShapeDtypeStruct((batch, heads, depth), jnp.float32)] * len(inputs),
         [whole] * len(inputs),
-        **_COMPILED,
+        **COMPILED,
     )
     results = list(results)
     return results.pop(0) if key is not None else None, results.pop(0) if value is not None else None
@@ -84,5 +82,5 @@ def mean_logits(query, mean, *, scale):
         [own_rows(ROWS, depth, heads_last=True), whole_head(mean, group=heads // mean.shape[1])],
         jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
         own_rows(ROWS),
-        **_COMPILED,
+        **COMPILED,
     )
