@@ -10,7 +10,9 @@ import functools
 import os
 import re
 import tempfile
+import threading
 from pathlib import Path
+from unittest import mock
 
 # The plugin's compiler is wanted, not the CUDA libraries that it would look for when JAX starts.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -25,11 +27,15 @@ from benchmarks.gpu_targets import TARGETS
 from benchmarks.methods import both_passes, call_spec
 from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
+from pallas_kernels.hopper import tiles as hopper_tiles
 from sagebwd_jax import SageConfig
 
 # Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
 _BATCH, _LENGTH, _HEADS = 2, 8192, 2
 _PREFIX = "sagebwd_"
+# What Mosaic GPU is told by its environment to write: assembly, and the host's code, which says how it is launched.
+_MOSAIC_FILES = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_HOST_LLVM")
+_one_at_a_time = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +82,7 @@ def compile_kernel(
         threads, shared_bytes = _launch(folder)
         [ptx] = [path for path in folder.glob("*.ptx") if f".entry {_PREFIX}" in path.read_text()]
         cubin, registers, spilled = cuda_tools.assemble(ptx)
-        loop = cuda_tools.hottest_loop(cubin) if with_loop and kernel in traced.tile_areas else {}
+        loop = cuda_tools.hottest_loop(cubin) if with_loop and kernel in traced.scores else {}
         return KernelCost(
             registers=registers,
             spilled=spilled,
@@ -84,7 +90,7 @@ def compile_kernel(
             shared_limit=target.shared_per_block,
             threads=threads,
             blocks_per_core=target.blocks_per_core(registers, shared_bytes, threads),
-            instructions={kind: count * threads / traced.tile_areas[kernel] for kind, count in loop.items()},
+            instructions={kind: count / traced.scores[kernel] for kind, count in loop.items()},
         )
 
 
@@ -95,11 +101,11 @@ def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig) -> list
 
 @dataclasses.dataclass(frozen=True)
 class _Trace:
-    """The kernels for one GPU, as functions with their shapes, and the scores in a tile of those of attention."""
+    """The kernels for one GPU, as functions with their shapes, and the scores of a tile that a thread computes."""
 
     mesh: jax.sharding.Mesh
     kernels: dict
-    tile_areas: dict[str, int]
+    scores: dict[str, float]
 
 
 @functools.cache
@@ -110,7 +116,7 @@ def _trace(gpu, depth, causal, config) -> _Trace:
     mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
     case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _Trace(mesh, single_kernels(*both_passes(case, config)), _tile_areas(call_spec(case, config), depth))
+        return _Trace(mesh, single_kernels(*both_passes(case, config)), _scores_a_thread(call_spec(case, config), case))
 
 
 def _topology(description):
@@ -124,12 +130,24 @@ def _topology(description):
         ) from error
 
 
-def _tile_areas(spec, depth) -> dict[str, int]:
-    """Scores in one tile of each attention kernel, for the GPU that calls are compiled for."""
+def _scores_a_thread(spec, case) -> dict[str, float]:
+    """How many scores of a tile a thread computes in each attention kernel, for the GPU that is compiled for."""
+    depth, config = case.depth, spec.config
     joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
-    chosen = {"forward": tiles.forward_tile(spec, depth), "grad_q": tiles.grad_q_tile(spec, depth)}
-    chosen |= {"grad_kv": tile_k} if joint else {"grad_k": tile_k, "grad_v": tile_v}
-    return {name: tile.block_q * tile.block_k for name, tile in chosen.items()}
+    q = "grad_q" if spec.uses_int8("dq") else "grad_q_16"
+    chosen = {"forward": ("forward", tiles.forward_tile(spec, depth), config.pv_span)}
+    chosen |= {"grad_q": (q, tiles.grad_q_tile(spec, depth), config.dq_span)}
+    if joint:
+        chosen |= {"grad_kv": ("grad_kv_16", tile_k, hopper_tiles.GROUP)}
+    else:
+        chosen |= {"grad_k": ("grad_k", tile_k, config.dk_span), "grad_v": ("grad_v", tile_v, config.dv_span)}
+    like, scores = jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16), {}
+    for name, (row, tile, span) in chosen.items():
+        if hopper_tiles.find(row, spec, like) is not None:
+            scores[name] = hopper_tiles.GROUP * span / 128
+        else:
+            scores[name] = tile.block_q * tile.block_k / (32 * tile.num_warps)
+    return scores
 
 
 def _compile(kernel, shapes, mesh, folder):
@@ -143,6 +161,12 @@ def _compile(kernel, shapes, mesh, folder):
         "xla_dump_emitter_re": "ptx",
         "xla_backend_optimization_level": "3",
     }
+    with _one_at_a_time, mock.patch.dict(os.environ, dict.fromkeys(_MOSAIC_FILES, "1"), MOSAIC_GPU_DUMP_TO=str(folder)):
+        _compile_to(kernel, shapes, mesh, options)
+
+
+def _compile_to(kernel, shapes, mesh, options):
+    """Lower and compile; the environment says what Mosaic GPU writes, `options` what XLA does."""
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(kernel).lower(*shapes)
         try:
@@ -152,7 +176,13 @@ def _compile(kernel, shapes, mesh, folder):
 
 
 def _launch(folder) -> tuple[int, int]:
-    """Threads and bytes of shared memory of the one kernel of ours, from XLA's launch sequence."""
+    """Threads and bytes of shared memory of our one kernel, from XLA's launch sequence or Mosaic GPU's host code."""
+    for host in folder.glob(f"{_PREFIX}*.ll"):
+        # After the context three numbers of blocks, three of the cluster, three of threads, and shared memory.
+        numbers = re.search(r"call i32 @mosaic_gpu_launch_kernel\(ptr %\w+((?:, i32 \d+){10})", host.read_text())
+        if numbers is not None:
+            launch = [int(x) for x in re.findall(r"i32 (\d+)", numbers[1])]
+            return launch[6], launch[9]
     [sequence] = folder.glob("*thunk_sequence.txt")
     pattern = rf"{_PREFIX}\w+ grid: .*? threads: \[(\d+), 1, 1\] +shared_memory: (\d+) bytes"
     launches = re.findall(pattern, sequence.read_text())

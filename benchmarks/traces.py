@@ -11,10 +11,13 @@ _ATTENTION_KERNELS = ("forward", "grad")
 
 def kernel_name(eqn) -> str | None:
     """The name of the kernel that an equation launches, without "sagebwd_"; None if it launches none of ours."""
-    if eqn.primitive.name != "pallas_call":
-        return None
-    name = str(eqn.params["name"])
-    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None
+    # A kernel of Mosaic GPU is wrapped in the rule by which it is batched.
+    inner = eqn.params["call"].eqns if eqn.primitive.name == "custom_vmap_call" else [eqn]
+    for launch in inner:
+        name = str(launch.params.get("name"))
+        if launch.primitive.name in ("pallas_call", "mpmd_map") and name.startswith(_PREFIX):
+            return name.removeprefix(_PREFIX)
+    return None
 
 
 def single_kernels(function: Callable, shapes) -> dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]]:

@@ -21,6 +21,7 @@ from benchmarks.oracle import relative_error
 from benchmarks.speed import draw_inputs
 from benchmarks.traces import one_kernel
 from pallas_kernels import launch, tiles
+from pallas_kernels.hopper import tiles as hopper_tiles
 
 # The kernel's name in the tile table: the kernel that a profiler shows, and the preset that launches it.
 KERNELS = {
@@ -35,8 +36,13 @@ KERNELS = {
 MAX_DIFFERENCE = 5e-3
 
 
-def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.Row]:
-    """Rows that the product would accept."""
+def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.Row | hopper_tiles.Row]:
+    """Rows that the product would accept; on a Hopper GPU also those of its own kernels."""
+    layouts = itertools.product((2, 3, 4), (2, 3)) if hopper_tiles.available() else ()
+    for groups, stages in layouts:
+        yield hopper_tiles.Row(
+            kernel=kernel, depth=depth, is_causal=causal, groups=groups, stages=stages, milliseconds=0.0
+        )
     span = dict(forward=config.pv_span, grad_v=config.dv_span, grad_k=config.dk_span, grad_q=config.dq_span).get(kernel)
     summed = (64, 128) if span is None else (span,)
     ahead = (False, True) if kernel in ("grad_k", "grad_q") else (False,)
@@ -59,16 +65,19 @@ def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.
         )
 
 
-def trace_row(row: tiles.Row, case: cases.Case):
+def trace_row(row: tiles.Row | hopper_tiles.Row, case: cases.Case):
     """(prepare, run): what makes the kernel's operands, and the kernel alone, with this row's tile."""
     name, preset = KERNELS[row.kernel]
+    if isinstance(row, hopper_tiles.Row):
+        with mock.patch.object(hopper_tiles, "TABLE", (row,)):
+            return one_kernel(*both_passes(case, PRESETS[preset]), name)
     # The first row that fits is taken, whatever the GPU.
     table = {capability: (row, *rows) for capability, rows in tiles.TABLE.items()}
-    with mock.patch.dict(tiles.TABLE, table):
+    with mock.patch.dict(tiles.TABLE, table), mock.patch.object(hopper_tiles, "TABLE", ()):
         return one_kernel(*both_passes(case, PRESETS[preset]), name)
 
 
-def measure(rows: list[tiles.Row], case: cases.Case, *, calls=None, note=print) -> list[tiles.Row]:
+def measure(rows: list, case: cases.Case, *, calls=None, note=print) -> list:
     """The rows that work, each with its milliseconds, the fastest first; `note` hears of the others."""
     calls = calls or timing.calls_per_execution(cases.flops(case, "forward"))
     traced = [trace_row(row, case) for row in rows]
@@ -94,8 +103,11 @@ def measure(rows: list[tiles.Row], case: cases.Case, *, calls=None, note=print) 
     return sorted(timed, key=lambda row: row.milliseconds)
 
 
-def describe(row: tiles.Row) -> str:
-    """The row as the table in tiles.py writes it."""
+def describe(row: tiles.Row | hopper_tiles.Row) -> str:
+    """The row as the table in tiles.py, or hopper/tiles.py, writes it."""
+    if isinstance(row, hopper_tiles.Row):
+        values = [f'"{row.kernel}"', row.depth, row.is_causal, row.groups, row.stages, f"{row.milliseconds:.3f}"]
+        return f"_row({', '.join(map(str, values))})"
     values = [f'"{row.kernel}"', row.depth, row.is_causal, row.rows, row.summed, row.num_warps, row.num_stages]
     values += [] if row.milliseconds is None else [f"{row.milliseconds:.2f}"]
     options = [f"{name}=True" for name in ("dp_ahead", "last_first") if getattr(row, name)]

@@ -1,6 +1,7 @@
 """Forward and backward pass in terms of the kernels: the implementation "triton"."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from pallas_kernels import steps, tiles
 from pallas_kernels.forward import forward as forward_kernel
 from pallas_kernels.grad_kv import grad_kv
 from pallas_kernels.grad_q import grad_q
+from pallas_kernels.hopper import tiles as hopper_tiles
 from pallas_kernels.quantize import (
     quantize_blocks,
     quantize_channels,
@@ -46,6 +48,11 @@ class BackwardOperands:
     q_16: jax.Array | None
     k_16: jax.Array | None
     dout_turned: jax.Array | None
+
+
+def _hopper(kernel):
+    """A kernel of pallas_kernels/hopper, imported where it runs: not every jaxlib has its backend."""
+    return getattr(importlib.import_module(f"pallas_kernels.hopper.{kernel}"), kernel)
 
 
 def to_16_bits(x):
@@ -87,8 +94,13 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
 
     int8_scores = spec.uses_int8("qk")
     scores = (q_int8, k_int8, v, q_scale, k_scale) if int8_scores else (q_16, k_16, v, None, None)
-    tile = tiles.forward_tile(spec, query.shape[-1])
-    out, lse, *kept = forward_kernel(*scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep)
+    layout = hopper_tiles.find("forward", spec, query) if spec.uses_int8("pv") else None
+    if layout is not None:
+        results = _hopper("forward")(*scores, v_scale, spec=spec, layout=layout, out_dtype=query.dtype, keep_out=keep)
+    else:
+        tile = tiles.forward_tile(spec, query.shape[-1])
+        results = forward_kernel(*scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep)
+    out, lse, *kept = results
     if not keep:
         return out, lse, None
     residuals = Residuals(
@@ -115,7 +127,7 @@ def mean_logits(query, key, *, spec: CallSpec):
 
 def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
     """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
-    r, depth = residuals, dout.shape[-1]
+    r = residuals
     int8_dv = spec.uses_int8("dv")
     block = 1 if spec.config.dout_scale == "token" else spec.config.block_q
     delta, *quantized = quantize_dout(dout, r.out_int16, r.out_scale, block=block, int8=int8_dv)
@@ -147,11 +159,31 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
         k_16=r.k_smooth_16,
         dout_turned=quantized[0] if int8_dv else None,
     )
-    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
-    if joint:
-        dk, dv = grad_kv(ops, spec=spec, tile=tile_k, want_dk=True, want_dv=True, out_dtype=dout.dtype)
-    else:
-        [dv] = grad_kv(ops, spec=spec, tile=tile_v, want_dk=False, want_dv=True, out_dtype=dout.dtype)
-        [dk] = grad_kv(ops, spec=spec, tile=tile_k, want_dk=True, want_dv=False, out_dtype=dout.dtype)
-    dq = grad_q(ops, spec=spec, tile=tiles.grad_q_tile(spec, depth), out_dtype=dout.dtype)
+    dk, dv = _grad_kv(ops, spec=spec, dtype=dout.dtype)
+    dq = _grad_q(ops, spec=spec, dtype=dout.dtype)
     return dq, dk, dv
+
+
+def _grad_kv(ops: BackwardOperands, *, spec: CallSpec, dtype):
+    """dK and dV, by one kernel or two."""
+
+    def run(kernel, tile, **want):
+        layout = hopper_tiles.find(kernel, spec, ops.v, ops.dout, grouped=ops.dout.shape[2] > ops.v.shape[2])
+        if layout is not None:
+            return _hopper("grad_kv")(ops, spec=spec, layout=layout, out_dtype=dtype, **want)
+        return grad_kv(ops, spec=spec, tile=tile, out_dtype=dtype, **want)
+
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, ops.v.shape[-1])
+    if joint:
+        return run("grad_kv_16", tile_k, want_dk=True, want_dv=True)
+    [dv] = run("grad_v" if spec.uses_int8("dv") else "", tile_v, want_dk=False, want_dv=True)
+    [dk] = run("grad_k" if spec.uses_int8("dk") else "", tile_k, want_dk=True, want_dv=False)
+    return dk, dv
+
+
+def _grad_q(ops: BackwardOperands, *, spec: CallSpec, dtype):
+    """dQ."""
+    layout = hopper_tiles.find("grad_q" if spec.uses_int8("dq") else "grad_q_16", spec, ops.v, ops.dout)
+    if layout is not None:
+        return _hopper("grad_q")(ops, spec=spec, layout=layout, out_dtype=dtype)
+    return grad_q(ops, spec=spec, tile=tiles.grad_q_tile(spec, ops.v.shape[-1]), out_dtype=dtype)

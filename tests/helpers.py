@@ -83,7 +83,7 @@ def count_kernels(function, *inputs, name="sagebwd_"):
             if read.isdisjoint(map(id, eqn.outvars)):
                 continue
             read.update(map(id, eqn.invars))
-            if eqn.primitive.name == "pallas_call":
+            if eqn.primitive.name in ("pallas_call", "mpmd_map"):
                 total += str(eqn.params.get("name") or eqn.params["name_and_src_info"]).startswith(name)
             else:
                 total += sum(count(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params))

@@ -1,0 +1,140 @@
+"""The forward kernel on Hopper: as pallas_kernels/forward.py, whose numbers it has, for INT8 products only.
+
+May be changed: how a tile is computed. Must stay: one row of P is rounded over `pv_span` keys, the tile's length.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import steps
+from pallas_kernels.forward import HIDDEN, TINY_SCALE
+from pallas_kernels.hopper import launch
+from pallas_kernels.hopper.launch import ROWS, across, down, fetch, filled, matrix, slot_of, turned
+from pallas_kernels.hopper.tiles import GROUP, Groups
+
+
+def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dtype, keep_out):
+    """O [B, T, N, H], its log-sum-exp in base 2 [B, N, T], and with `keep_out` O in int16 with a scale a row.
+
+    Args:
+      q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T], which hold the logits' scale in base 2, and
+        [B, K, S / block_k].
+      v: turned int8 [B, K, H, S] with scales [B, K, H].
+    """
+    batch, heads, queries, depth = q.shape
+    kv_heads, span = k.shape[1], spec.config.pv_span
+    rows = layout.groups * GROUP
+
+    def here():
+        """(batch, head, its key head, first query) of this block, and how many tiles of keys its queries see."""
+        b, n, tile = launch.program()
+        # Causal blocks with the most keys first: a shorter tail of the launch.
+        tile = pl.cdiv(queries, rows) - 1 - tile if spec.is_causal else tile
+        count = jnp.int32(pl.cdiv(spec.key_length, span))
+        if spec.is_causal:
+            count = jnp.minimum(count, pl.cdiv(jnp.minimum((tile + 1) * rows, queries), jnp.int32(span)))
+        return b, n, lax.div(n, jnp.int32(heads // kv_heads)), tile * rows, count
+
+    def compute(group, q_ref, k_ref, v_ref, q_scale_ref, k_scale_ref, v_scale_ref, *refs):
+        outputs, (q_own, *buffers, k_ring, v_ring, own, k_full, v_full, k_free, v_free) = (
+            refs[: 2 + 2 * keep_out],
+            refs[2 + 2 * keep_out :],
+        )
+        b, n, kv, first, count = here()
+        # A group past the end repeats the last rows.
+        first = jnp.minimum(first + group * GROUP, queries - GROUP)
+        mine = pl.ds(first, GROUP)
+        fetch(q_ref.at[b, n, mine], q_own.at[group], own.at[group])
+        row_scale = launch.load_vector(q_scale_ref.at[b, n, mine], ROWS)
+        launch.wait(own.at[group])
+        shape = (GROUP, span)
+
+        def body(j, carry, *, edge):
+            out, peak, shift, total = carry
+            slot = slot_of(j, layout)
+            scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
+            launch.wait(k_full.at[slot])
+            s = launch.product(q_own.at[group], turned(k_ring.at[slot]), shape).astype(jnp.float32)
+            launch.arrive(k_free.at[slot])
+            if edge:
+                limit = launch.row_numbers() + first if spec.is_causal else launch.row_numbers() * 0 + spec.key_length
+                limit = jnp.minimum(limit, spec.key_length - 1) - j * span
+                s, scale = launch.hide(s, limit, HIDDEN), jnp.where(scale == 0, TINY_SCALE, scale)
+            peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
+            # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
+            p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
+            total = total * keep + p.sum(axis=1)
+            p_int8 = launch.round_to_int8(p)
+            launch.wait(v_full.at[slot])
+            tile_out = launch.product(p_int8, turned(v_ring.at[slot]), out.shape)
+            launch.arrive(v_free.at[slot])
+            return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
+
+        whole = jnp.int32(spec.key_length // span)
+        if spec.is_causal:
+            whole = jnp.minimum(whole, lax.div(first + 1, jnp.int32(span)))
+        nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
+        carry = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
+        carry = lax.fori_loop(jnp.int32(0), whole, functools.partial(body, edge=False), carry)
+        out, _, shift, total = lax.fori_loop(whole, count, functools.partial(body, edge=True), carry)
+        out = out * across(1 / total, out.shape)
+        out = out * down(launch.load_vector(v_scale_ref.at[b, kv], launch.COLUMNS), out.shape)
+        lse = shift + jnp.log(total) * steps.LOG2_E
+        _write(outputs, [x.at[group] for x in buffers], out, lse, at=(b, n, first), spec=spec)
+
+    def copy(q_ref, k_ref, v_ref, *refs):
+        k_ring, v_ring, _, k_full, v_full, k_free, v_free = refs[-7:]
+        b, _, kv, _, count = here()
+
+        def load_k(j, slot):
+            fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])
+
+        def load_v(j, slot):
+            fetch(v_ref.at[b, kv, :, pl.ds(j * span, span)], v_ring.at[slot], v_full.at[slot])
+
+        launch.stream(count, layout, (load_k, k_free), (load_v, v_free))
+
+    shapes = [
+        jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+        jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.int16),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+    ]
+    ring = functools.partial(launch.barriers, layout.stages)
+    return launch.call(
+        compute,
+        copy,
+        "sagebwd_forward",
+        (batch, heads, pl.cdiv(queries, rows)),
+        [q, k, v, q_scale, k_scale, v_scale],
+        shapes[: 2 + 2 * keep_out],
+        [
+            matrix(GROUP, depth, jnp.int8, layout.groups),
+            *(matrix(GROUP, depth, dtype, layout.groups) for dtype in (out_dtype, jnp.int16)[: 1 + keep_out]),
+            matrix(span, depth, jnp.int8, layout.stages),
+            matrix(depth, span, jnp.int8, layout.stages),
+            launch.barriers(layout.groups),
+            ring(),
+            ring(),
+            ring(arrivals=layout.groups),
+            ring(arrivals=layout.groups),
+        ],
+        layout=layout,
+    )
+
+
+def _write(outputs, buffers, out, lse, *, at, spec):
+    """Write a group's results: O through shared memory, a value a row as it is."""
+    b, n, first = at
+    mine = pl.ds(first, GROUP)
+    launch.store(buffers[0], outputs[0].at[b, mine, n], out)
+    rows = first + launch.row_numbers()
+    outputs[1][b, n, mine] = jnp.where(rows < spec.query_length, lse - steps.LOG2_INT8_MAX, steps.NO_QUERY)
+    if len(outputs) == 4:
+        scale, inverse = steps.scale_and_inverse(steps.magnitude(out).max(axis=1), steps.INT16_MAX)
+        launch.store(buffers[1], outputs[2].at[b, mine, n], launch.round_to_int16(out * across(inverse, out.shape)))
+        outputs[3][b, n, mine] = scale

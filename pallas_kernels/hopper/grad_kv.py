@@ -1,0 +1,198 @@
+"""The kernel of dV = P^T dO and dK = dS^T Q on Hopper: as pallas_kernels/grad_kv.py, whose numbers it has.
+
+Either of them by an INT8 product, or both by 16-bit products; S is an INT8 product. May be changed: how a tile is
+computed. Must stay: a key's row of P is rounded over `dv_span` queries and its row of dS over `dk_span`, the tile's
+length.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import steps
+from pallas_kernels.hopper import launch
+from pallas_kernels.hopper.launch import (
+    COLUMNS,
+    across,
+    down,
+    fetch,
+    filled,
+    matrix,
+    slot_of,
+    turned,
+)  # Queries of a tile where no rounding asks for a number. SPAN_16 = 64
+from pallas_kernels.hopper.tiles import GROUP, Groups
+
+# Queries of a tile where no rounding asks for a number.
+SPAN_16 = 64
+
+
+def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
+    """dK and dV [B, S, K, H], those that are wanted, in this order; both only if both products are in 16 bits.
+
+    `ops` is a `BackwardOperands` (pallas_kernels/attention.py).
+    """
+    batch, keys, kv_heads, depth = ops.v.shape
+    group, rows, int8 = ops.dout.shape[2] // kv_heads, layout.groups * GROUP, want_dk != want_dv
+    span = SPAN_16 if not int8 else spec.config.dk_span if want_dk else spec.config.dv_span
+    tiles = pl.cdiv(spec.query_length, span)
+    # What the ring holds of a tile of queries: matrices by time or turned, and vectors.
+    streams = dict(q=ops.q)
+    if want_dk or not int8:
+        streams |= dict(dout=ops.dout)
+    if want_dk:
+        streams |= dict(q_turned=ops.q_turned) if int8 else dict(q_16=ops.q_16)
+    elif int8:
+        streams |= dict(dout_turned=ops.dout_turned)
+    # An INT8 product takes the scale that varies along its sum with the exponent, for nothing.
+    vectors = dict(q_scale=ops.q_scale, shift=(ops.shift_dk if want_dk else ops.shift_dv) if int8 else ops.shift)
+    vectors |= dict(delta=ops.delta) if want_dk else {}
+    own = dict(k=ops.k) | (dict(v=ops.v) if want_dk else {})
+    names = (*own, *streams, *vectors)
+
+    def here():
+        """(batch, key head, first key) of this block, the first tile of queries that sees one, and tiles a head."""
+        b, n, tile = launch.program()
+        first = jnp.minimum(lax.div(tile * rows, jnp.int32(span)), tiles) if spec.is_causal else jnp.int32(0)
+        return b, n, tile * rows, first, jnp.int32(tiles) - first
+
+    def split(refs):
+        """Inputs by name, (k_scale, poison), outputs, and scratch by name."""
+        inputs, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+        scalars, outputs, refs = refs[:2], refs[2 : 2 + want_dk + want_dv], refs[2 + want_dk + want_dv :]
+        held = dict(zip((*own, "result", *streams, "vectors", "own", "full", "free"), refs, strict=True))
+        return inputs, scalars, outputs, held
+
+    def compute(group_index, *refs):
+        inputs, (k_scale_ref, poison_ref), outputs, held = split(refs)
+        b, n, first_key, first, per_head = here()
+        # A group past the end repeats the last rows.
+        first_key = jnp.minimum(first_key + group_index * GROUP, keys - GROUP)
+        mine = pl.ds(first_key, GROUP)
+        for name in own:
+            source = inputs[name].at[b, n, mine] if name == "k" else inputs[name].at[b, mine, n]
+            fetch(source, held[name].at[group_index], held["own"].at[group_index])
+        k_scale = k_scale_ref[b, n, lax.div(first_key, jnp.int32(spec.config.block_k))]
+        launch.wait(held["own"].at[group_index])
+        k_own, v_own = (held[x].at[group_index] if x in own else None for x in ("k", "v"))
+        tile = functools.partial(
+            _tile, held, k_own, v_own, k_scale, spec=spec, first_key=first_key, span=span, want=(want_dk, want_dv)
+        )
+
+        def body(step, sums, *, edge):
+            slot = slot_of(step, layout)
+            launch.wait(held["full"].at[slot])
+            i = lax.rem(step, per_head) if group > 1 else step
+            sums = tile(slot, first + i, sums, edge=edge)
+            launch.arrive(held["free"].at[slot])
+            return sums
+
+        def head(g, sums):
+            start, end, edges = g * per_head, (g + 1) * per_head, 0
+            if spec.is_causal:
+                edges = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
+                edges = jnp.maximum(jnp.minimum(edges, per_head), 0)
+                sums = lax.fori_loop(start, start + edges, functools.partial(body, edge=True), sums)
+            return lax.fori_loop(start + edges, end, functools.partial(body, edge=False), sums)
+
+        sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
+        sums = head(jnp.int32(0), sums) if group == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(group), head, sums)
+        # NaN if a query of the group is not finite: the maximum of a row loses it.
+        poison = poison_ref[b, n, 0]
+        factors = [1 / steps.LOG2_E if int8 else spec.scale] * want_dk + [1.0] * want_dv
+        for output, total, factor in zip(outputs, sums, factors, strict=True):
+            launch.store(held["result"].at[group_index], output.at[b, mine, n], total * factor + poison)
+
+    def copy(*refs):
+        inputs, _, _, held = split(refs)
+        b, n, _, first, per_head = here()
+
+        def load(step, slot):
+            g, i = (lax.div(step, per_head), lax.rem(step, per_head)) if group > 1 else (0, step)
+            head, queries = n * group + g, pl.ds((first + i) * span, span)
+            full = held["full"].at[slot]
+            for name in streams:
+                ref = inputs[name]
+                if name.endswith("turned"):
+                    source = ref.at[b, head, :, queries]
+                else:
+                    source = ref.at[b, head, queries] if name == "q" else ref.at[b, queries, head]
+                fetch(source, held[name].at[slot], full)
+            for i, name in enumerate(vectors):
+                fetch(inputs[name].at[b, head, queries], held["vectors"].at[slot, i], full)
+
+        launch.stream(per_head * group, layout, (load, held["free"]))
+
+    def ring_of(name, x):
+        turn = name.endswith("turned")
+        return matrix(depth if turn else span, span if turn else depth, x.dtype, layout.stages)
+
+    return launch.call(
+        compute,
+        copy,
+        "sagebwd_grad_" + "k" * want_dk + "v" * want_dv,
+        (batch, kv_heads, pl.cdiv(keys, rows)),
+        [*own.values(), *streams.values(), *vectors.values(), ops.k_scale, ops.poison],
+        [jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)] * (want_dk + want_dv),
+        [
+            *(matrix(GROUP, depth, x.dtype, layout.groups) for x in own.values()),
+            matrix(GROUP, depth, out_dtype, layout.groups),
+            *(ring_of(name, x) for name, x in streams.items()),
+            launch.vectors(len(vectors), span, layout.stages),
+            launch.barriers(layout.groups, arrivals=len(own)),
+            launch.barriers(layout.stages, arrivals=len(streams) + len(vectors)),
+            launch.barriers(layout.stages, arrivals=layout.groups),
+        ],
+        layout=layout,
+    )
+
+
+def _tile(held, k_own, v_own, k_scale, slot, i, sums, *, edge, spec, first_key, span, want):
+    """The sums with what a tile of queries adds to them."""
+    want_dk, want_dv = want
+    int8, shape = want_dk != want_dv, (GROUP, span)
+    q_scale, shift, *rest = (held["vectors"].at[slot, x] for x in range(2 + want_dk))
+
+    def vector(ref):
+        return launch.load_vector(ref, COLUMNS)
+
+    def probabilities(s):
+        """P^T, times the scale that `shift` holds."""
+        scale = down(vector(q_scale) * k_scale, shape)
+        p = jnp.exp2(s.astype(jnp.float32) * scale + down(vector(shift), shape))
+        if not edge:
+            return p
+        # Keys that do not count are rows of their own, whose results nobody reads.
+        return launch.hide(p, launch.row_numbers() + first_key - i * span, 0.0, before=True)
+
+    scores = k_own, turned(held["q"].at[slot])
+    if not want_dk:
+        p_int8, p_scale = launch.quantize_row(probabilities(launch.product(*scores, shape)))
+        [dv] = sums
+        return (_add_int8(dv, p_int8, held["dout_turned"].at[slot], p_scale),)
+    p, dp = launch.two_products(scores, (v_own, turned(held["dout"].at[slot])), probabilities, shape)
+    [delta] = rest
+
+    def ds():
+        return p * (dp - down(vector(delta), shape))
+
+    if int8:
+        [dk] = sums
+        ds_int8, ds_scale = launch.quantize_row(ds())
+        return (_add_int8(dk, ds_int8, held["q_turned"].at[slot], ds_scale),)
+    dk, dv = sums
+    dv, dk = launch.add_two_products(
+        (dv, dk),
+        (p.astype(jnp.bfloat16), held["dout"].at[slot]),
+        lambda: (ds().astype(jnp.bfloat16), held["q_16"].at[slot]),
+    )
+    return dk, dv
+
+
+def _add_int8(total, left, right, scale):
+    """total + left right^T times a scale a row."""
+    tile = launch.product(left, turned(right), total.shape).astype(jnp.float32)
+    return total + tile * across(scale, total.shape)

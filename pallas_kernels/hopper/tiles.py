@@ -1,0 +1,123 @@
+"""Which calls the Hopper kernels take, and how each is laid out: a table of what was measured.
+
+May be changed: any row, with its date, GPU and time. What is not listed, or not supported, runs on the Triton kernels.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.launch import is_interpreted, target_capability
+
+# Rows that a warp group owns: those of one wgmma instruction.
+GROUP = 64
+CAPABILITY = (9, 0)
+MIN_JAX = (0, 11)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Groups:
+    """How a kernel is laid out on a multiprocessor: warp groups that compute, and buffers of the ring that feeds."""
+
+    groups: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One entry.
+
+    Attributes:
+      kernel: "forward", "grad_v", "grad_k", "grad_q", or with the gradients' products in 16 bits "grad_kv_16",
+        "grad_q_16".
+      depth: channels of a head, padded.
+      groups, stages: see `Groups`.
+      milliseconds: of the kernel at B*T = 16384, 2048 channels, T = 8192, bfloat16; the Triton kernel's is in
+        pallas_kernels/tiles.py.
+      grouped: whether several query heads share a key head; None where it does not matter.
+    """
+
+    kernel: str
+    depth: int
+    is_causal: bool
+    groups: int
+    stages: int
+    milliseconds: float
+    grouped: bool | None = None
+
+
+def _row(kernel, depth, is_causal, groups, stages, milliseconds, *, grouped=None):
+    return Row(
+        kernel=kernel,
+        depth=depth,
+        is_causal=is_causal,
+        groups=groups,
+        stages=stages,
+        milliseconds=milliseconds,
+        grouped=grouped,
+    )
+
+
+# H200, 2026-11-29, JAX 0.11.2. Not listed, since the Triton kernels are as fast or faster: forward, grad_v and grad_k
+# at depth 64, and grad_q there if causal. The first row that suits a call is taken.
+TABLE = (
+    _row("forward", 128, False, 3, 2, 1.454),
+    _row("forward", 128, True, 3, 2, 0.845),
+    _row("grad_v", 128, False, 3, 2, 1.465),
+    _row("grad_v", 128, True, 3, 2, 0.840),
+    # With grouped heads three groups would spill. The times are those of plain heads.
+    _row("grad_k", 128, False, 2, 2, 2.775, grouped=True),
+    _row("grad_k", 128, True, 2, 2, 1.656, grouped=True),
+    _row("grad_k", 128, False, 3, 2, 2.682),
+    _row("grad_k", 128, True, 3, 2, 1.604),
+    _row("grad_q", 64, False, 4, 2, 3.315),
+    _row("grad_q", 128, False, 3, 2, 2.363),
+    _row("grad_q", 128, True, 2, 2, 1.451),
+    _row("grad_kv_16", 64, False, 3, 2, 3.635),
+    _row("grad_kv_16", 64, True, 3, 2, 2.010),
+    _row("grad_kv_16", 128, False, 2, 2, 3.033),
+    _row("grad_kv_16", 128, True, 2, 2, 1.604),
+    _row("grad_q_16", 64, False, 3, 2, 2.919),
+    _row("grad_q_16", 64, True, 3, 2, 1.537),
+    _row("grad_q_16", 128, False, 3, 2, 1.971),
+    _row("grad_q_16", 128, True, 3, 2, 1.088),
+)
+# The spans that the kernels' buffers and products are made for.
+_SPANS = dict(
+    forward=("pv_span", 128),
+    grad_v=("dv_span", 128),
+    grad_k=("dk_span", 64),
+    grad_q=("dq_span", 64),
+    grad_q_16=("dq_span", 64),
+)
+
+
+def available() -> bool:
+    """Whether calls are compiled for a GPU and by a JAX that these kernels are for."""
+    return not is_interpreted() and target_capability() == CAPABILITY and jax.__version_info__[:2] >= MIN_JAX
+
+
+def find(kernel, spec, *tensors, grouped=False) -> Groups | None:
+    """The layout of a kernel for this call, or None where the Triton kernels have to run or are faster.
+
+    `tensors` are the call's inputs [B, time, N, H]; with `grouped`, several query heads share a key head.
+    """
+    config, depth = spec.config, tensors[0].shape[-1]
+    name, span = _SPANS.get(kernel, ("dk_span", config.dk_span))
+    suits = (
+        available()
+        and all(x.dtype == jnp.bfloat16 for x in tensors)
+        and spec.uses_int8("qk")
+        and config.key_scale == "block"
+        and config.value_scale == "channel"
+        and config.grad_scale == "row"
+        and getattr(config, name) == span
+        # A scale of K must hold for all keys that a group owns.
+        and config.block_k >= GROUP
+    )
+    for row in TABLE if suits else ():
+        same = row.kernel == kernel and row.depth == depth and row.is_causal == spec.is_causal
+        if same and row.grouped in (None, grouped):
+            return Groups(groups=row.groups, stages=row.stages)
+    return None

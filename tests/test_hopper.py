@@ -1,0 +1,167 @@
+"""The Hopper kernels: which calls they take, and on such a GPU what they give, in bfloat16, which alone they read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Attended, assert_within, forward_and_backward, make_inputs, oracle, relative_error
+
+from pallas_kernels import launch
+from pallas_kernels.hopper import tiles
+from sagebwd_jax import SageConfig, attention
+from sagebwd_jax._config import CallSpec
+
+CONFIGS = {
+    "default": SageConfig(),
+    "mixed": SageConfig.mixed(),
+    "a scale a block of queries": SageConfig(query_scale="block", dout_scale="block"),
+    "dK in 16 bits": SageConfig(sixteen_bit={"dk"}),
+}
+# What results in bfloat16 lose by that alone is 1.7e-3; scores at a tie are rounded either way.
+BOUND = dict.fromkeys(("out", "dq", "dk", "dv"), 4e-3)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if calls were compiled for a Hopper GPU."""
+    monkeypatch.setattr(tiles, "target_capability", lambda: tiles.CAPABILITY)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+
+
+def spec_of(config=None, *, is_causal=False):
+    return CallSpec(
+        is_causal=is_causal,
+        scale=1.0,
+        query_length=256,
+        key_length=256,
+        implementation="triton",
+        differentiates_lse=False,
+        config=config or SageConfig(),
+    )
+
+
+def like(depth=128, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((1, 256, 2, depth), dtype)
+
+
+class TestWhichCalls:
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize(
+        "kernel,config",
+        [
+            ("forward", SageConfig()),
+            ("grad_v", SageConfig()),
+            ("grad_k", SageConfig()),
+            ("grad_q", SageConfig()),
+            ("grad_kv_16", SageConfig.mixed()),
+            ("grad_q_16", SageConfig.mixed()),
+        ],
+    )
+    def test_depth_128_in_bfloat16_is_taken(self, hopper, kernel, config, is_causal):
+        assert tiles.find(kernel, spec_of(config, is_causal=is_causal), like()) is not None
+
+    @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+    def test_other_dtypes_are_not(self, hopper, dtype):
+        assert tiles.find("forward", spec_of(), like(dtype=dtype)) is None
+
+    def test_other_depths_are_not(self, hopper):
+        assert tiles.find("forward", spec_of(), like(depth=32)) is None
+
+    @pytest.mark.parametrize(
+        "kernel,config",
+        [
+            ("forward", SageConfig.faithful()),
+            ("forward", SageConfig.precise()),
+            ("forward", SageConfig(pv_span=64)),
+            ("forward", SageConfig(key_scale="token")),
+            ("grad_v", SageConfig(dv_span=64)),
+            ("grad_k", SageConfig(dk_span=128)),
+            ("grad_q", SageConfig(dq_span=128)),
+            ("grad_q_16", dataclasses.replace(SageConfig.mixed(), dq_span=128)),
+        ],
+    )
+    def test_other_scales_and_spans_are_not(self, hopper, kernel, config):
+        assert tiles.find(kernel, spec_of(config), like()) is None
+
+    def test_nothing_is_without_such_a_gpu(self):
+        if launch.target_capability() == tiles.CAPABILITY:
+            pytest.skip("there is one")
+        assert tiles.find("forward", spec_of(), like()) is None
+
+    def test_nothing_is_by_the_interpreter(self, hopper):
+        with launch.interpreted():
+            assert tiles.find("forward", spec_of(), like()) is None
+
+    def test_nothing_is_by_an_older_jax(self, hopper, monkeypatch):
+        monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+        assert tiles.find("forward", spec_of(), like()) is None
+
+    def test_grouped_heads_get_a_layout_of_their_own(self, hopper):
+        plain, grouped = (tiles.find("grad_k", spec_of(), like(), grouped=x) for x in (False, True))
+        assert plain != grouped
+
+
+@pytest.mark.parametrize("row", tiles.TABLE, ids=lambda row: f"{row.kernel}-{row.depth}-{row.is_causal}")
+def test_a_block_is_not_asked_to_hold_more_registers_than_it_was_launched_with(row):
+    # Groups that ask for more wait for it forever.
+    hopper_launch = pytest.importorskip("pallas_kernels.hopper.launch", exc_type=ImportError)
+    threads = 128 * (row.groups + 1)
+    launched = min(65536 // threads // 8 * 8, 255) * threads
+    asked = 128 * (row.groups * hopper_launch.REGISTERS[row.groups] + hopper_launch.COPY_REGISTERS)
+    assert asked <= launched
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not tiles.available()", reason="needs a Hopper GPU and JAX 0.11")
+class TestResults:
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("depth", [64, 128])
+    @pytest.mark.parametrize("config", CONFIGS)
+    def test_agree_with_the_oracle(self, config, depth, is_causal):
+        for queries, keys, heads, kv_heads in ((300, 700, 4, 2), (700, 100, 3, 3), (1, 513, 2, 1)):
+            inputs = make_inputs(
+                queries, keys, batch=2, heads=heads, kv_heads=kv_heads, depth=depth, dtype=jnp.bfloat16
+            )
+            options = dict(is_causal=is_causal, config=CONFIGS[config])
+            got = forward_and_backward("triton", **options)(*inputs)
+            assert_within(got, oracle(*(x.astype(jnp.float32) for x in inputs), **options), lse=1e-5, **BOUND)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("config", ["default", "mixed"])
+    def test_are_repeatable_and_independent_of_the_batch(self, config, is_causal):
+        inputs = make_inputs(500, 500, batch=3, heads=4, kv_heads=2, depth=128, dtype=jnp.bfloat16)
+        run = forward_and_backward("triton", is_causal=is_causal, config=CONFIGS[config])
+        whole, again, alone = run(*inputs), run(*inputs), run(*(x[1:2] for x in inputs))
+        for name in Attended._fields:
+            first = np.asarray(getattr(whole, name).astype(jnp.float32))
+            np.testing.assert_array_equal(first, np.asarray(getattr(again, name).astype(jnp.float32)), name)
+            np.testing.assert_array_equal(first[1:2], np.asarray(getattr(alone, name).astype(jnp.float32)), name)
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    @pytest.mark.parametrize("config", ["default", "mixed"])
+    def test_keep_what_is_not_finite_in_its_head(self, config, place):
+        inputs = make_inputs(256, 256, batch=2, heads=2, kv_heads=2, depth=128, dtype=jnp.bfloat16)
+        run = forward_and_backward("triton", config=CONFIGS[config])
+        clean = run(*inputs)
+        inputs[place] = inputs[place].at[0, 5, 1, 3].set(jnp.nan)
+        got = run(*inputs)
+        assert not bool(jnp.isfinite(got.out[0, 5, 1]).all())
+        for name in ("out", "dq", "dk", "dv"):
+            before, after = (np.asarray(getattr(x, name).astype(jnp.float32)) for x in (clean, got))
+            for head in ((0, 0), (1, 0), (1, 1)):
+                np.testing.assert_array_equal(after[head[0], :, head[1]], before[head[0], :, head[1]], name)
+
+    def test_are_those_of_a_loop_under_vmap(self):
+        inputs = [x.reshape(2, 2, *x.shape[1:]) for x in make_inputs(200, 200, batch=4, depth=128, dtype=jnp.bfloat16)]
+
+        def run(query, key, value, dout):
+            call = functools.partial(attention, implementation="triton", is_causal=True)
+            return jax.vjp(call, query, key, value)[1](dout)
+
+        got = jax.jit(jax.vmap(run))(*inputs)
+        for i in range(2):
+            for one, expected in zip(got, jax.jit(run)(*(x[i] for x in inputs)), strict=True):
+                assert relative_error(one[i], expected) == 0
