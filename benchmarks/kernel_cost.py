@@ -179,7 +179,7 @@ def _launch(folder) -> tuple[int, int]:
     """Threads and bytes of shared memory of our one kernel, from XLA's launch sequence or Mosaic GPU's host code."""
     for host in folder.glob(f"{_PREFIX}*.ll"):
         # After the context three numbers of blocks, three of the cluster, three of threads, and shared memory.
-        numbers = re.search(r"call i32 @mosaic_gpu_launch_kernel\(ptr %\w+((?:, i32 \d+){10})", host.read_text())
+        numbers = re.search(r"call \w+ @mosaic_gpu_\w*kernel\w*\(ptr %\w+((?:, i32 \d+){10})", host.read_text())
         if numbers is not None:
             launch = [int(x) for x in re.findall(r"i32 (\d+)", numbers[1])]
             return launch[6], launch[9]

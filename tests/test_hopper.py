@@ -121,7 +121,8 @@ class TestResults:
     @pytest.mark.parametrize("depth", [64, 128])
     @pytest.mark.parametrize("config", CONFIGS)
     def test_agree_with_the_oracle(self, config, depth, is_causal):
-        for queries, keys, heads, kv_heads in ((300, 700, 4, 2), (700, 100, 3, 3), (1, 513, 2, 1)):
+        # A causal query that sees one key has no gradient to compare.
+        for queries, keys, heads, kv_heads in ((300, 700, 4, 2), (700, 100, 3, 3), (1, 513, 2, 1))[: 3 - is_causal]:
             inputs = make_inputs(
                 queries, keys, batch=2, heads=heads, kv_heads=kv_heads, depth=depth, dtype=jnp.bfloat16
             )

@@ -5,7 +5,6 @@ share from memory into a ring of `stages` buffers. The backend has no interprete
 on a GPU, or are compiled for one.
 """
 
-import inspect
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -46,13 +45,9 @@ def barriers(count, *, arrivals=1):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
-
-
 def load_vector(ref, layout):
     """A vector, in the layout of a tile's rows or columns."""
-    index = ((),) if _LOAD_TAKES_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def across(x, shape):
