@@ -43,13 +43,15 @@ def accuracy_table(cells, sigmas=(1, 5, 10)) -> list[str]:
 
 
 def tables(device="h200") -> list[list[str]]:
-    """Accuracy, then forward and backward together, then forward."""
-    accuracy, speed = (
-        json.loads((records.RESULTS / f"{name}_{device}.json").read_text()) for name in ("accuracy", "speed")
-    )
+    """Accuracy, then speed at T = 8192 of the newest kernels, then forward and backward together, then forward."""
+    names = (f"accuracy_{device}", f"speed_{device}", f"speed_{device}_8192")
+    accuracy, speed, newest = (json.loads((records.RESULTS / f"{name}.json").read_text()) for name in names)
     forward = [name for name in METHODS if name != "`mixed()`"]
+    short = ["`SageConfig()`", "`mixed()`", "cuDNN (JAX)"]
     return [
         accuracy_table(accuracy["cells"]),
+        speed_table(newest, "forward+backward", short),
+        speed_table(newest, "forward", short),
         speed_table(speed, "forward+backward", list(METHODS)),
         speed_table(speed, "forward", forward),
     ]

@@ -128,7 +128,7 @@ class TestResults:
             )
             options = dict(is_causal=is_causal, config=CONFIGS[config])
             got = forward_and_backward("triton", **options)(*inputs)
-            assert_within(got, oracle(*(x.astype(jnp.float32) for x in inputs), **options), lse=1e-5, **BOUND)
+            assert_within(got, oracle(*(x.astype(jnp.float32) for x in inputs), **options), lse=2e-4, **BOUND)
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("config", ["default", "mixed"])

@@ -47,7 +47,7 @@ def barriers(count, *, arrivals=1):
 
 def load_vector(ref, layout):
     """A vector, in the layout of a tile's rows or columns."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def across(x, shape):
