@@ -58,15 +58,22 @@ class CompilerRefusal(Exception):
 
 
 def compile_kernel(
-    gpu: str, kernel: str, depth: int, causal: bool, config: SageConfig, *, with_loop: bool = False
+    gpu: str,
+    kernel: str,
+    depth: int,
+    causal: bool,
+    config: SageConfig,
+    masks: str | None = None,
+    *,
+    with_loop: bool = False,
 ) -> KernelCost:
-    """The cost of one kernel, named as in `kernel_names`.
+    """The cost of one kernel, named as in `kernel_names`; `masks` is a key of `methods.MASKS`.
 
     Raises:
       ValueError: an unknown GPU, or a kernel that this config does not launch.
       CompilerRefusal: see there.
     """
-    traced = _trace(gpu, depth, causal, config)
+    traced = _trace(gpu, depth, causal, config, masks)
     if kernel not in traced.kernels:
         raise ValueError(f"{kernel=} is not launched by this config: {', '.join(traced.kernels)} are")
     with tempfile.TemporaryDirectory(prefix="kernel_cost_") as name:
@@ -88,9 +95,9 @@ def compile_kernel(
         )
 
 
-def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig) -> list[str]:
+def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig, masks: str | None = None) -> list[str]:
     """The kernels of one forward and backward pass, without "sagebwd_"; the second of one name ends in "_2"."""
-    return list(_trace(gpu, depth, causal, config).kernels)
+    return list(_trace(gpu, depth, causal, config, masks).kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +110,15 @@ class _Trace:
 
 
 @functools.cache
-def _trace(gpu, depth, causal, config) -> _Trace:
+def _trace(gpu, depth, causal, config, masks=None) -> _Trace:
     """Trace both passes for a GPU, without compiling anything."""
     if gpu not in TARGETS:
         raise ValueError(f"{gpu=}: known are {', '.join(TARGETS)}")
     mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
     case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _Trace(mesh, single_kernels(*both_passes(case, config)), _tile_areas(call_spec(case, config), depth))
+        kernels = single_kernels(*both_passes(case, config, masks))
+        return _Trace(mesh, kernels, _tile_areas(call_spec(case, config), depth, masks is not None))
 
 
 def _topology(description):
@@ -124,10 +132,13 @@ def _topology(description):
         ) from error
 
 
-def _tile_areas(spec, depth) -> dict[str, int]:
+def _tile_areas(spec, depth, masked) -> dict[str, int]:
     """Scores in one tile of each attention kernel, for the GPU that calls are compiled for."""
-    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
-    chosen = {"forward": tiles.forward_tile(spec, depth), "grad_q": tiles.grad_q_tile(spec, depth)}
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, masked=masked)
+    chosen = {
+        "forward": tiles.forward_tile(spec, depth, masked=masked),
+        "grad_q": tiles.grad_q_tile(spec, depth, masked=masked),
+    }
     chosen |= {"grad_kv": tile_k} if joint else {"grad_k": tile_k, "grad_v": tile_v}
     return {name: tile.block_q * tile.block_k for name, tile in chosen.items()}
 

@@ -106,26 +106,31 @@ BLACKWELL = (
 TABLE = {(8, 0): WITHOUT_WGMMA, (9, 0): HOPPER, (10, 0): BLACKWELL, (12, 0): WITHOUT_WGMMA}
 
 
-def forward_tile(spec, depth) -> Tile:
-    """The tile of the forward kernel."""
-    return _find("forward", spec, depth, spec.config.pv_span)
+def forward_tile(spec, depth, *, masked=False) -> Tile:
+    """The tile of the forward kernel; `masked`: with masks or a bias beyond causality."""
+    return _suit(_find("forward", spec, depth, spec.config.pv_span), masked)
 
 
-def grad_kv_tiles(spec, depth) -> tuple[bool, Tile, Tile]:
+def grad_kv_tiles(spec, depth, *, masked=False) -> tuple[bool, Tile, Tile]:
     """Whether dK and dV come from one kernel, and the tiles of dK and dV."""
     if not spec.uses_int8("dk", "dv"):
-        tile = _find("grad_kv_16", spec, depth, None)
+        tile = _suit(_find("grad_kv_16", spec, depth, None), masked)
         return True, tile, tile
     tile_k = _find("grad_k", spec, depth, spec.config.dk_span)
     tile_v = _find("grad_v", spec, depth, spec.config.dv_span)
-    return False, tile_k, tile_v
+    return False, _suit(tile_k, masked), _suit(tile_v, masked)
 
 
-def grad_q_tile(spec, depth) -> Tile:
+def grad_q_tile(spec, depth, *, masked=False) -> Tile:
     """The tile of the kernel of dQ."""
     if not spec.uses_int8("dq"):
-        return _find("grad_q_16", spec, depth, None)
-    return _find("grad_q", spec, depth, spec.config.dq_span)
+        return _suit(_find("grad_q_16", spec, depth, None), masked)
+    return _suit(_find("grad_q", spec, depth, spec.config.dq_span), masked)
+
+
+def _suit(tile, masked) -> Tile:
+    """The tile as a kernel with masks takes it: which tile comes next, or last, is not known there."""
+    return dataclasses.replace(tile, dp_ahead=False, last_first=False) if masked else tile
 
 
 def _find(kernel, spec, depth, span) -> Tile:

@@ -1,5 +1,6 @@
 """attention(): checks its arguments once, brings them to canonical form, and calls the core."""
 
+import dataclasses
 import numbers
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import launch, steps
+from sagebwd_jax import _masks, _segments
 from sagebwd_jax._config import LENGTH_MULTIPLE, CallSpec, SageConfig
-from sagebwd_jax._vjp import attention_core, mean_logits
+from sagebwd_jax._vjp import attention_core, masked_attention_core, mean_logits
 
 DTYPES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS = ("triton", "xla")
@@ -66,15 +68,6 @@ def attention(
     Differs from the paper in the default scales, which are finer, and in delta = rowsum(dO O), for which O is not
     rounded to 16 bits; differs from `jax.nn` where a query sees no key: output and gradients are 0.
     """
-    _refuse_unsupported(
-        bias=bias,
-        mask=mask,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-    )
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _check_dtypes(query, key, value)
     _check_shapes(query, key, value)
@@ -83,17 +76,36 @@ def attention(
     if not isinstance(config, SageConfig):
         raise TypeError(f"config={config!r} is a {type(config).__name__}: a SageConfig is accepted")
 
-    if query.ndim == 3:
+    batched = query.ndim == 4
+    if not batched:
         query, key, value = query[None], key[None], value[None]
-        batched = False
-    else:
-        batched = True
-    out, lse = _attend(query, key, value, scale, bool(is_causal), implementation, return_residual, config)
+    batch, queries, heads, _ = query.shape
+    window, visibility = _masks.canonical(
+        _masks.Sizes(batch=batch, queries=queries, keys=key.shape[1], heads=heads, batched=batched),
+        bias=bias,
+        mask=mask,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+    )
+    spec = CallSpec(
+        is_causal=bool(is_causal),
+        scale=1.0,
+        query_length=queries,
+        key_length=key.shape[1],
+        implementation=implementation,
+        differentiates_lse=return_residual,
+        config=config,
+        window=window,
+    )
+    out, lse = _attend(query, key, value, scale, visibility, spec)
     out, lse = (out, lse) if batched else (out[0], lse[0])
     return (out, lse) if return_residual else out
 
 
-def _attend(query, key, value, scale, is_causal, implementation, with_lse, config):
+def _attend(query, key, value, scale, visibility, spec):
     """Pad to canonical form, call the core, and cut off the padding."""
     batch, queries, heads, depth = query.shape
     keys = key.shape[1]
@@ -103,22 +115,26 @@ def _attend(query, key, value, scale, is_causal, implementation, with_lse, confi
         scale = depth**-0.5
     elif not isinstance(scale, numbers.Real):
         query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
-    spec = CallSpec(
-        is_causal=is_causal,
-        scale=float(scale),
-        query_length=queries,
-        key_length=keys,
-        implementation=implementation,
-        differentiates_lse=with_lse,
-        config=config,
-    )
+    spec = dataclasses.replace(spec, scale=float(scale))
     query, key, value = _pad(query), _pad(key), _pad(value)
-    out, lse = attention_core(query, key, value, spec)
+    sees_nothing = None
+    if visibility is None:
+        out, lse = attention_core(query, key, value, spec)
+    else:
+        if visibility.query_segments is not None:
+            query = _segments.clear_padding(query, visibility.query_segments)
+            key, value = (_segments.clear_padding(x, visibility.key_segments) for x in (key, value))
+        out, lse = masked_attention_core(query, key, value, visibility, spec)
+        sees_nothing = lse >= steps.NO_QUERY / 2
+        # They are 0 already; this keeps cotangents of such rows, NaN at times, out of the backward pass.
+        out = jnp.where(sees_nothing.swapaxes(1, 2)[..., None], jnp.zeros((), out.dtype), out)
     lse = lse / steps.LOG2_E
-    if with_lse and config.smooth_k:
+    if spec.differentiates_lse and spec.config.smooth_k:
         # Smoothing took this from INT8 logits; 16-bit logits kept it, but dQ is made from smoothed keys all the same.
-        taken = mean_logits(query, key, spec)
+        taken = mean_logits(query, key, visibility, spec)
         lse = lse + (taken if spec.uses_int8("qk") else taken - jax.lax.stop_gradient(taken))
+    if sees_nothing is not None:
+        lse = jnp.where(sees_nothing, -jnp.inf, lse)
     return out[:, :queries, :, :depth], lse.swapaxes(1, 2)[:, :queries]
 
 
@@ -127,14 +143,6 @@ def _pad(x):
     depth = max(32, 1 << (x.shape[3] - 1).bit_length())
     widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, depth - x.shape[3])]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
-
-
-def _refuse_unsupported(**arguments):
-    """Name the first argument that is not None."""
-    for name, value in arguments.items():
-        if value is not None:
-            got = f"shape {value.shape}" if hasattr(value, "shape") else repr(value)
-            raise NotImplementedError(f"{name} is not supported yet: got {got}; only {name}=None is accepted")
 
 
 def _check_dtypes(query, key, value):
