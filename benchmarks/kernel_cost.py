@@ -22,10 +22,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import cuda_tools
 from benchmarks.cases import Case
 from benchmarks.gpu_targets import TARGETS
-from benchmarks.methods import both_passes, call_spec
+from benchmarks.methods import MASKS, both_passes, call_spec
 from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
 from sagebwd_jax import SageConfig
+from sagebwd_jax._masks import Visibility
 
 # Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
 _BATCH, _LENGTH, _HEADS = 2, 8192, 2
@@ -118,7 +119,8 @@ def _trace(gpu, depth, causal, config, masks=None) -> _Trace:
     case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         kernels = single_kernels(*both_passes(case, config, masks))
-        return _Trace(mesh, kernels, _tile_areas(call_spec(case, config), depth, masks is not None))
+        visibility = Visibility(**MASKS[masks](case)[0]) if masks else None
+        return _Trace(mesh, kernels, _tile_areas(call_spec(case, config), depth, visibility))
 
 
 def _topology(description):
@@ -132,12 +134,12 @@ def _topology(description):
         ) from error
 
 
-def _tile_areas(spec, depth, masked) -> dict[str, int]:
+def _tile_areas(spec, depth, visibility) -> dict[str, int]:
     """Scores in one tile of each attention kernel, for the GPU that calls are compiled for."""
-    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, masked=masked)
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, visibility)
     chosen = {
-        "forward": tiles.forward_tile(spec, depth, masked=masked),
-        "grad_q": tiles.grad_q_tile(spec, depth, masked=masked),
+        "forward": tiles.forward_tile(spec, depth, visibility),
+        "grad_q": tiles.grad_q_tile(spec, depth, visibility),
     }
     chosen |= {"grad_kv": tile_k} if joint else {"grad_k": tile_k, "grad_v": tile_v}
     return {name: tile.block_q * tile.block_k for name, tile in chosen.items()}

@@ -112,9 +112,8 @@ def both_passes(
 
     `masks` is a key of MASKS, for a call with them, and with dbias if there is a bias.
     """
-    spec = call_spec(case, config)
     fields, window = MASKS[masks](case) if masks else ({}, (None, None))
-    spec = dataclasses.replace(spec, window=window)
+    spec = dataclasses.replace(call_spec(case, config), window=window)
 
     def run(query, key, value, dout, *more):
         visibility = Visibility(**dict(zip(fields, more, strict=True))) if masks else None

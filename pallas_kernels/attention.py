@@ -97,7 +97,7 @@ def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
 
     int8_scores = spec.uses_int8("qk")
     scores = (q_int8, k_int8, v, q_scale, k_scale) if int8_scores else (q_16, k_16, v, None, None)
-    tile = tiles.forward_tile(spec, query.shape[-1], masked=visibility is not None)
+    tile = tiles.forward_tile(spec, query.shape[-1], visibility)
     out, lse, *kept = forward_kernel(
         *scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep, visibility=visibility
     )
@@ -169,15 +169,14 @@ def backward(residuals: Residuals, dout, dlse, visibility=None, *, spec: CallSpe
         k_16=r.k_smooth_16,
         dout_turned=quantized[0] if int8_dv else None,
     )
-    masked = visibility is not None
-    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, masked=masked)
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, visibility)
     run = functools.partial(grad_kv, ops, spec=spec, out_dtype=dout.dtype, visibility=visibility)
     if joint:
         dk, dv = run(tile=tile_k, want_dk=True, want_dv=True)
     else:
         [dv] = run(tile=tile_v, want_dk=False, want_dv=True)
         [dk] = run(tile=tile_k, want_dk=True, want_dv=False)
-    tile_q = tiles.grad_q_tile(spec, depth, masked=masked)
+    tile_q = tiles.grad_q_tile(spec, depth, visibility)
     results = grad_q(ops, spec=spec, tile=tile_q, out_dtype=dout.dtype, visibility=visibility, keep_ds=want_dbias)
     if visibility is None or not want_dbias:
         return results, dk, dv

@@ -48,7 +48,7 @@ def exact_attention(
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
     visible = visible_scores(q, k, bias=bias, **masks)
     if bias is not None:
-        logits = logits + jnp.where(_hides(bias), 0.0, bias.astype(jnp.float32))
+        logits = logits + _added(bias)
     sees = visible.any(-1, keepdims=True)
     logits = jnp.where(visible, logits, jnp.where(sees, -jnp.inf, 0.0))
     lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -102,8 +102,19 @@ def visible_scores(
     if query_segment_ids is not None and key_value_segment_ids is not None:
         seen = seen & (query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :])
     if mask is not None:
-        seen = seen & mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    return seen if bias is None else seen & ~_hides(bias).reshape((1,) * (4 - bias.ndim) + bias.shape)
+        seen = seen & _four_axes(mask)
+    return seen if bias is None else seen & ~_hides(_four_axes(bias))
+
+
+def _four_axes(x):
+    """Mask or bias with the axes [b, n, t, s] that broadcasting would add."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _added(bias):
+    """What a bias adds to the logits that it does not hide, float32."""
+    bias = _four_axes(bias)
+    return jnp.where(_hides(bias), 0.0, bias.astype(jnp.float32))
 
 
 def _hides(bias):
@@ -113,7 +124,7 @@ def _hides(bias):
 
 def mean_keys(k: Float[Array, "B S K H"], together: Bool[Array, "B S S"]) -> Float[Array, "B S K H"]:
     """What smoothing takes from each key: the mean of the keys it is together with; 0 for padding."""
-    count = jnp.maximum(together.sum(-1), 1)
+    count = jnp.maximum(together.sum(-1, dtype=jnp.float32), 1)
     return _product("bst,btnh->bsnh", together, k) / count[..., None, None]
 
 
@@ -125,7 +136,7 @@ def keys_together(query, key, masks) -> Bool[Array, "B S S"]:
     mask, batch = masks.get("mask"), key.shape[0]
     kept = {name: x for name, x in masks.items() if name not in ("is_causal", "local_window_size", "mask", "bias")}
     if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        mask = _four_axes(mask)
         kept |= dict(mask=mask) if mask.shape[1] == 1 and 1 in mask.shape[2:] else {}
     if not any(x is not None for x in kept.values()):
         return jnp.ones((batch, key.shape[1], key.shape[1]), bool)
@@ -175,7 +186,7 @@ def quantized_attention_and_grads(
     else:
         s = _product("bnth,bnsh->bnts", q_int8, k_int8) * q_scale * k_scale.swapaxes(2, 3)
     if bias is not None:
-        s = s + jnp.where(_hides(bias), 0.0, bias.astype(jnp.float32) * LOG2_E)
+        s = s + _added(bias) * LOG2_E
     # A row that sees nothing has any finite log-sum-exp here, and P = 0.
     s = jnp.where(visible, s, jnp.where(sees, -jnp.inf, 0.0))
     lse = _logsumexp2(s)
