@@ -23,7 +23,7 @@ from sagebwd_jax import SageConfig, attention
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
-few = hypothesis.settings(max_examples=6, deadline=None, derandomize=True, database=None)
+few = hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None)
 
 # As in test_against_oracle.py: sums in another order.
 BOUNDS = {
@@ -171,13 +171,14 @@ def test_equals_the_dense_algorithm(implementation, name):
 )
 def test_masks_broadcast_as_in_jax(cpu_implementation, shape):
     # C28.
-    q, k, v, dout = make_inputs(66, 70, heads=4, kv_heads=2, depth=16)
+    q, k, v, _ = make_inputs(66, 70, heads=4, kv_heads=2, depth=16)
     mask = random_mask(8, *shape)
     mask = mask if shape[3] == 1 else mask.at[..., 0].set(True)
-    got = attend_and_grads(cpu_implementation, q, k, v, dout, mask=mask)
+    with using(cpu_implementation) as name:
+        got, lse = attention(q, k, v, mask=mask, implementation=name, return_residual=True)
     theirs = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
-    sees = (got.lse > -jnp.inf)[..., None]
-    assert relative_error(jnp.where(sees, got.out, 0), jnp.where(sees, theirs, 0)) <= 0.03
+    sees = (lse > -jnp.inf)[..., None]
+    assert relative_error(got, jnp.where(sees, theirs, 0)) <= 0.03
 
 
 def test_a_row_that_sees_nothing(cpu_implementation):
