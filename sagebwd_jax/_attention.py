@@ -35,7 +35,7 @@ def attention(
     return_residual: bool = False,
     config: SageConfig | None = None,
 ) -> Array | tuple[Array, Array]:
-    """softmax(scale Q K^T) V, trainable, with six of its seven matrix products in INT8: `jax.nn`'s signature.
+    """softmax(scale Q K^T + bias) V, trainable, with six of its seven products in INT8: `jax.nn`'s signature.
 
     O = softmax(scale Q (K - mean K)^T) V forward; dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = scale dS K,
     dK = scale dS^T Q, dV = P^T dO backward (SageBwd, arXiv 2603.02170, sections 3 and 6). All but dP run in INT8
@@ -46,11 +46,17 @@ def attention(
       query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32, as `key` and `value`.
       key: [B, S, K, H] or [S, K, H]; N must be a multiple of K (grouped-query attention).
       value: as `key`.
-      bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size, query_segment_ids,
-        key_value_segment_ids: not supported yet; only None is accepted.
+      bias: bfloat16, float16 or float32, added to the scaled logits; any shape that broadcasts to [B, N, T, S]. A value
+        at or below -1e20, or float16's least, hides the key as a mask would. Its gradient is made only where it is
+        asked for, and costs the float32 scores [B, N, T, S] ("triton").
+      mask: boolean, False hides a key from a query; any shape that broadcasts to [B, N, T, S].
       scale: of the logits; 1/sqrt(H) if None. An array is multiplied into `query` first.
       is_causal: query i sees keys 0..i, also where T and S differ (top-left, as in `jax.nn`): do not use it to decode
         one token against a cache.
+      query_seq_lengths, key_value_seq_lengths: integers [B]; tokens from there on are padding, whatever they hold.
+      local_window_size: (left, right), or an int for both: query i sees keys i-left..i+right.
+      query_segment_ids, key_value_segment_ids: integers [B, T] and [B, S], any: a query sees the keys of its segment
+        (packed documents). Where T = S, query_segment_ids alone stands for both.
       implementation: "triton" (Pallas kernels, NVIDIA GPU of compute capability 8.0 or higher), "xla" (the same
         algorithm in plain JAX, anywhere), or None: the kernels where they run. An explicit choice never falls back.
       return_residual: also return the log-sum-exp of the scaled logits.
@@ -58,15 +64,16 @@ def attention(
 
     Returns:
       The output in the shape and dtype of `query`, and with `return_residual` the log-sum-exp [B, T, N], float32,
-      natural. Forward-mode differentiation is not supported (a `jax.custom_vjp`).
+      natural, -inf where a query sees no key. Forward-mode differentiation is not supported (a `jax.custom_vjp`).
 
     Raises:
-      ValueError: shapes, mixed dtypes or an unknown implementation.
-      TypeError: a dtype that is not accepted, or a config that is not a SageConfig.
+      ValueError: shapes, mixed dtypes, a negative window, segment ids of one side alone, an unknown implementation.
+      TypeError: a dtype that is not accepted, a window that is not of ints, or a config that is not a SageConfig.
       NotImplementedError: an argument or size that is not supported yet, or "triton" without a GPU for it.
 
     Differs from the paper in the default scales, which are finer, and in delta = rowsum(dO O), for which O is not
-    rounded to 16 bits; differs from `jax.nn` where a query sees no key: output and gradients are 0.
+    rounded to 16 bits, and smooths packed documents by their own means; differs from `jax.nn` where a query sees no
+    key: output and gradients are 0. docs/arguments.md says what each argument costs.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _check_dtypes(query, key, value)
