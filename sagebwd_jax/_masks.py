@@ -92,8 +92,8 @@ def canonical(
     visibility = Visibility(
         query_segments=query_segments,
         key_segments=key_segments,
-        mask=None if mask is None else _pad_scores(_with_an_axis(mask, sizes).astype(jnp.int8)),
-        bias=None if bias is None else _pad_scores(_with_an_axis(bias, sizes)),
+        mask=None if mask is None else _pad_scores(_with_an_axis(mask, sizes).astype(jnp.int8), 0),
+        bias=None if bias is None else _pad_scores(_with_an_axis(bias, sizes), -jnp.inf),
     )
     given = jax.tree.leaves(visibility) or window != (None, None)
     return window, visibility if given else None
@@ -117,12 +117,12 @@ def _with_an_axis(x, sizes):
     return jnp.broadcast_to(x, shape)
 
 
-def _pad_scores(x):
-    """Zeros up to whole tiles along queries and keys, where these axes are not 1."""
+def _pad_scores(x, hides):
+    """`hides` up to whole tiles along queries and keys, where these axes are not 1, so that tiles of it are skipped."""
     if x.shape[2:] == (1, 1):
         # One query and one key: any axis may be the long one.
-        return _pad(x, (2,), 0)
-    return _pad(x, [axis for axis in (2, 3) if x.shape[axis] > 1], 0)
+        return _pad(x, (2,), hides)
+    return _pad(x, [axis for axis in (2, 3) if x.shape[axis] > 1], hides)
 
 
 def _pad(x, axes, value):
