@@ -24,11 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import cuda_tools
 from benchmarks.cases import Case
 from benchmarks.gpu_targets import TARGETS
-from benchmarks.methods import both_passes, call_spec
+from benchmarks.methods import MASKS, both_passes, call_spec
 from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
 from pallas_kernels.hopper import tiles as hopper_tiles
 from sagebwd_jax import SageConfig
+from sagebwd_jax._masks import Visibility
 
 # Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
 _BATCH, _LENGTH, _HEADS = 2, 8192, 2
@@ -64,15 +65,22 @@ class CompilerRefusal(Exception):
 
 
 def compile_kernel(
-    gpu: str, kernel: str, depth: int, causal: bool, config: SageConfig, *, with_loop: bool = False
+    gpu: str,
+    kernel: str,
+    depth: int,
+    causal: bool,
+    config: SageConfig,
+    masks: str | None = None,
+    *,
+    with_loop: bool = False,
 ) -> KernelCost:
-    """The cost of one kernel, named as in `kernel_names`.
+    """The cost of one kernel, named as in `kernel_names`; `masks` is a key of `methods.MASKS`.
 
     Raises:
       ValueError: an unknown GPU, or a kernel that this config does not launch.
       CompilerRefusal: see there.
     """
-    traced = _trace(gpu, depth, causal, config)
+    traced = _trace(gpu, depth, causal, config, masks)
     if kernel not in traced.kernels:
         raise ValueError(f"{kernel=} is not launched by this config: {', '.join(traced.kernels)} are")
     with tempfile.TemporaryDirectory(prefix="kernel_cost_") as name:
@@ -94,9 +102,9 @@ def compile_kernel(
         )
 
 
-def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig) -> list[str]:
+def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig, masks: str | None = None) -> list[str]:
     """The kernels of one forward and backward pass, without "sagebwd_"; the second of one name ends in "_2"."""
-    return list(_trace(gpu, depth, causal, config).kernels)
+    return list(_trace(gpu, depth, causal, config, masks).kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +117,16 @@ class _Trace:
 
 
 @functools.cache
-def _trace(gpu, depth, causal, config) -> _Trace:
+def _trace(gpu, depth, causal, config, masks=None) -> _Trace:
     """Trace both passes for a GPU, without compiling anything."""
     if gpu not in TARGETS:
         raise ValueError(f"{gpu=}: known are {', '.join(TARGETS)}")
     mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
     case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return _Trace(mesh, single_kernels(*both_passes(case, config)), _scores_a_thread(call_spec(case, config), case))
+        kernels = single_kernels(*both_passes(case, config, masks))
+        visibility = Visibility(**MASKS[masks](case)[0]) if masks else None
+        return _Trace(mesh, kernels, _scores_a_thread(call_spec(case, config), case, visibility))
 
 
 def _topology(description):
@@ -130,20 +140,20 @@ def _topology(description):
         ) from error
 
 
-def _scores_a_thread(spec, case) -> dict[str, float]:
+def _scores_a_thread(spec, case, visibility) -> dict[str, float]:
     """How many scores of a tile a thread computes in each attention kernel, for the GPU that is compiled for."""
     depth, config = case.depth, spec.config
-    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth)
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, visibility)
     q = "grad_q" if spec.uses_int8("dq") else "grad_q_16"
-    chosen = {"forward": ("forward", tiles.forward_tile(spec, depth), config.pv_span)}
-    chosen |= {"grad_q": (q, tiles.grad_q_tile(spec, depth), config.dq_span)}
+    chosen = {"forward": ("forward", tiles.forward_tile(spec, depth, visibility), config.pv_span)}
+    chosen |= {"grad_q": (q, tiles.grad_q_tile(spec, depth, visibility), config.dq_span)}
     if joint:
         chosen |= {"grad_kv": ("grad_kv_16", tile_k, hopper_tiles.GROUP)}
     else:
         chosen |= {"grad_k": ("grad_k", tile_k, config.dk_span), "grad_v": ("grad_v", tile_v, config.dv_span)}
     like, scores = jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16), {}
     for name, (row, tile, span) in chosen.items():
-        if hopper_tiles.find(row, spec, like) is not None:
+        if visibility is None and hopper_tiles.find(row, spec, like) is not None:
             scores[name] = hopper_tiles.GROUP * span / 128
         else:
             scores[name] = tile.block_q * tile.block_k / (32 * tile.num_warps)

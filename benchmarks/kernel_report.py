@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from benchmarks import records
 from benchmarks.gpu_targets import TARGETS
 from benchmarks.kernel_cost import CompilerRefusal, KernelCost, compile_kernel, kernel_names
+from benchmarks.methods import MASKS
 from sagebwd_jax import SageConfig
 
 PRESETS = {
@@ -29,11 +30,13 @@ PRESETS = {
     "precise": SageConfig.precise(),
 }
 DEPTHS = (64, 128)
+NO_MASKS = "none"
 _HEADINGS = (
     "GPU",
     "preset",
     "H",
     "causal",
+    "masks",
     "kernel",
     "registers",
     "spilled",
@@ -53,6 +56,7 @@ class Row:
     preset: str
     depth: int
     causal: bool
+    masks: str
     kernel: str
     cost: KernelCost | None
     refusal: str = ""
@@ -63,7 +67,7 @@ class Row:
 
     def cells(self) -> list[str]:
         """The row as text, in the order of the headings."""
-        first = [self.gpu, self.preset, str(self.depth), "yes" if self.causal else "no", self.kernel]
+        first = [self.gpu, self.preset, str(self.depth), "yes" if self.causal else "no", self.masks, self.kernel]
         if self.cost is None:
             return [*first, "-", "-", "-", str(TARGETS[self.gpu].shared_per_block), "-", self.refusal]
         cost = self.cost
@@ -83,19 +87,25 @@ def measure(options) -> Iterator[Row]:
     """Compile what the options choose, a few kernels at a time; rows come in order."""
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         pending = []
-        for gpu, preset, depth, causal in itertools.product(options.gpu, options.preset, options.depth, options.causal):
-            for kernel in kernel_names(gpu, depth, causal, PRESETS[preset]):
+        choices = options.gpu, options.preset, options.depth, options.causal, options.masks
+        for gpu, preset, depth, causal, masks in itertools.product(*choices):
+            for kernel in kernel_names(gpu, depth, causal, PRESETS[preset], _known(masks)):
                 if not options.kernel or kernel in options.kernel:
-                    pending.append(pool.submit(_measure_one, gpu, preset, depth, causal, kernel))
+                    pending.append(pool.submit(_measure_one, gpu, preset, depth, causal, masks, kernel))
         for future in pending:
             yield future.result()
 
 
-def _measure_one(gpu, preset, depth, causal, kernel) -> Row:
+def _known(masks) -> str | None:
+    """The masks as `compile_kernel` takes them."""
+    return None if masks == NO_MASKS else masks
+
+
+def _measure_one(gpu, preset, depth, causal, masks, kernel) -> Row:
     """One row."""
-    row = Row(gpu=gpu, preset=preset, depth=depth, causal=causal, kernel=kernel, cost=None)
+    row = Row(gpu=gpu, preset=preset, depth=depth, causal=causal, masks=masks, kernel=kernel, cost=None)
     try:
-        cost = compile_kernel(gpu, kernel, depth, causal, PRESETS[preset], with_loop=True)
+        cost = compile_kernel(gpu, kernel, depth, causal, PRESETS[preset], _known(masks), with_loop=True)
     except CompilerRefusal as refusal:
         return dataclasses.replace(row, refusal=str(refusal))
     return dataclasses.replace(row, cost=cost)
@@ -118,12 +128,12 @@ def as_markdown(rows: list[Row]) -> str:
         f"{len(rows)} kernels; {len(bad)} spill or do not fit (in bold).",
         "",
         "| " + " | ".join(_HEADINGS) + " |",
-        "| --- | --- | --: | --- | --- | --: | --: | --: | --: | --: | --- |",
+        "| --- | --- | --: | --- | --- | --- | --: | --: | --: | --: | --: | --- |",
     ]
     for row in rows:
         cells = row.cells()
         if row.is_bad():
-            cells[4] = f"**{cells[4]}**"
+            cells[5] = f"**{cells[5]}**"
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -138,6 +148,7 @@ def parse(arguments) -> argparse.Namespace:
     parser.add_argument("--depth", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="head dim")
     parser.add_argument("--preset", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--mask", choices=("full", "causal", "both"), default="both")
+    parser.add_argument("--masks", nargs="+", choices=(NO_MASKS, *MASKS), default=[NO_MASKS], help="beyond causality")
     parser.add_argument("--markdown", action="store_true", help="also write results/kernels.md")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="kernels compiled at a time")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the page")
@@ -149,7 +160,7 @@ def parse(arguments) -> argparse.Namespace:
 def main(arguments=None) -> int:
     """Print the rows as they come; the exit status is 1 if a kernel spills or does not fit."""
     options = parse(arguments)
-    template = "{:8} {:9} {:>4} {:6} {:18} {:>9} {:>8} {:>14} {:>7} {:>7}  {}"
+    template = "{:8} {:9} {:>4} {:6} {:10} {:18} {:>9} {:>8} {:>14} {:>7} {:>7}  {}"
     print(template.format(*_HEADINGS))
     rows = []
     for row in measure(options):

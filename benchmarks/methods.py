@@ -12,6 +12,7 @@ from benchmarks.traces import split_at_kernels
 from pallas_kernels import attention as kernels
 from sagebwd_jax import SageConfig, attention
 from sagebwd_jax._config import CallSpec
+from sagebwd_jax._masks import Visibility
 
 PRESETS = {"sagebwd": SageConfig(), "sagebwd mixed": SageConfig.mixed()}
 
@@ -104,16 +105,52 @@ def call_spec(case: Case, config: SageConfig) -> CallSpec:
     )
 
 
-def both_passes(case: Case, config: SageConfig) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """The implementation's forward and backward pass, all results returned, and the shapes it takes."""
-    spec = call_spec(case, config)
+def both_passes(
+    case: Case, config: SageConfig, masks: str | None = None
+) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    """The implementation's forward and backward pass, all results returned, and the shapes it takes.
 
-    def run(query, key, value, dout):
-        out, lse, residuals = kernels.forward(query, key, value, spec=spec, keep=True)
+    `masks` is a key of MASKS, for a call with them, and with dbias if there is a bias.
+    """
+    fields, window = MASKS[masks](case) if masks else ({}, (None, None))
+    spec = dataclasses.replace(call_spec(case, config), window=window)
+
+    def run(query, key, value, dout, *more):
+        visibility = Visibility(**dict(zip(fields, more, strict=True))) if masks else None
+        out, lse, residuals = kernels.forward(query, key, value, visibility, spec=spec, keep=True)
         assert residuals is not None
-        return out, lse, kernels.backward(residuals, dout, None, spec=spec)
+        grads = kernels.backward(residuals, dout, None, visibility, spec=spec, want_dbias="bias" in fields)
+        return out, lse, grads
 
-    return run, [jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16)] * 4
+    return run, [*[jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16)] * 4, *fields.values()]
+
+
+def _segments(case):
+    """Segment ids of queries and keys, as Visibility has them."""
+    ids = jax.ShapeDtypeStruct((case.batch, case.length), jax.numpy.int32)
+    return dict(query_segments=ids, key_segments=ids)
+
+
+def _scores(case, dtype, heads=1):
+    """A mask or a bias of every query and key."""
+    return jax.ShapeDtypeStruct((case.batch, heads, case.length, case.length), dtype)
+
+
+# Masks to compile for: (fields of Visibility, window) of a case.
+MASKS = {
+    "window": lambda case: ({}, (1024, 0)),
+    "segments": lambda case: (_segments(case), (None, None)),
+    "mask": lambda case: (dict(mask=_scores(case, jax.numpy.int8)), (None, None)),
+    "bias": lambda case: (dict(bias=_scores(case, jax.numpy.float32, case.heads)), (None, None)),
+    "everything": lambda case: (
+        dict(
+            **_segments(case),
+            mask=_scores(case, jax.numpy.int8),
+            bias=_scores(case, jax.numpy.bfloat16, case.heads),
+        ),
+        (1024, 64),
+    ),
+}
 
 
 def kernel_pass(method: Method, pass_: str, case: Case) -> tuple[Callable, Callable]:

@@ -20,6 +20,7 @@ from pallas_kernels.quantize import (
 )
 from pallas_kernels.statistics import channel_statistics
 from pallas_kernels.statistics import mean_logits as mean_logits_kernel
+from sagebwd_jax import _segments
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 
@@ -60,8 +61,11 @@ def to_16_bits(x):
     return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
 
 
-def forward(query, key, value, *, spec: CallSpec, keep: bool):
-    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
+def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
+    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form.
+
+    `visibility` (sagebwd_jax/_masks.py) is None for a plain call. A query that sees no key has O = 0 and NO_QUERY.
+    """
     config = spec.config
     q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
@@ -73,15 +77,20 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     keep_smooth = keep and not spec.uses_int8("dq")
     uses_smooth = spec.uses_int8("qk") or keep
     by_channel = spec.uses_int8("pv") and config.value_scale == "channel"
+    smooths = uses_smooth and config.smooth_k
     mean = absmax = None
-    if (uses_smooth and config.smooth_k) or by_channel:
+    smooth_key = key
+    if smooths and visibility is not None and visibility.key_segments is not None:
+        means = _segments.key_means(key, visibility.key_segments)
+        smooth_key, smooths = key.astype(jnp.float32) - means, False
+    if smooths or by_channel:
         mean, absmax = channel_statistics(
-            key if uses_smooth and config.smooth_k else None, value if by_channel else None, length=spec.key_length
+            key if smooths else None, value if by_channel else None, length=spec.key_length
         )
     if uses_smooth:
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale, *rest = quantize_tokens(
-            key, mean, block=block, length=spec.key_length, repeat_scale=False, keep_16_bits=keep_smooth
+            smooth_key, mean, block=block, length=spec.key_length, repeat_scale=False, keep_16_bits=keep_smooth
         )
         k_smooth_16 = rest[0] if rest else None
     value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
@@ -94,12 +103,14 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
 
     int8_scores = spec.uses_int8("qk")
     scores = (q_int8, k_int8, v, q_scale, k_scale) if int8_scores else (q_16, k_16, v, None, None)
-    layout = hopper_tiles.find("forward", spec, query) if spec.uses_int8("pv") else None
+    layout = hopper_tiles.find("forward", spec, query) if spec.uses_int8("pv") and visibility is None else None
     if layout is not None:
         results = _hopper("forward")(*scores, v_scale, spec=spec, layout=layout, out_dtype=query.dtype, keep_out=keep)
     else:
-        tile = tiles.forward_tile(spec, query.shape[-1])
-        results = forward_kernel(*scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep)
+        tile = tiles.forward_tile(spec, query.shape[-1], visibility)
+        results = forward_kernel(
+            *scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep, visibility=visibility
+        )
     out, lse, *kept = results
     if not keep:
         return out, lse, None
@@ -119,14 +130,24 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     return out, lse, residuals
 
 
-def mean_logits(query, key, *, spec: CallSpec):
-    """What smoothing takes from the logits, scale * q . mean(k) [B, N, T], and mean(k) [B, K, H]."""
-    mean, _ = channel_statistics(key, None, length=spec.key_length)
+def mean_logits(query, key, visibility=None, *, spec: CallSpec):
+    """What smoothing takes from the logits, scale * q . mean(k) [B, N, T], and mean(k) [B, K, H].
+
+    Where there are segments, mean(k) is that of each query's segment, [B, T, K, H].
+    """
+    if visibility is not None and visibility.key_segments is not None:
+        means = _segments.key_means(key, visibility.key_segments)
+        mean = _segments.query_means(means, visibility.query_segments)
+    else:
+        mean, _ = channel_statistics(key, None, length=spec.key_length)
     return mean_logits_kernel(query, mean, scale=spec.scale), mean
 
 
-def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
-    """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
+def backward(residuals: Residuals, dout, dlse, visibility=None, *, spec: CallSpec, want_dbias: bool = False):
+    """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2; with `want_dbias` dbias too.
+
+    dbias, float32 in the shape of visibility.bias, costs the float32 scores [B, N, T, S].
+    """
     r = residuals
     int8_dv = spec.uses_int8("dv")
     block = 1 if spec.config.dout_scale == "token" else spec.config.block_q
@@ -159,21 +180,25 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
         k_16=r.k_smooth_16,
         dout_turned=quantized[0] if int8_dv else None,
     )
-    dk, dv = _grad_kv(ops, spec=spec, dtype=dout.dtype)
-    dq = _grad_q(ops, spec=spec, dtype=dout.dtype)
-    return dq, dk, dv
+    dk, dv = _grad_kv(ops, visibility, spec=spec, dtype=dout.dtype)
+    results = _grad_q(ops, visibility, spec=spec, dtype=dout.dtype, keep_ds=want_dbias)
+    if visibility is None or not want_dbias:
+        return results, dk, dv
+    dq, ds = results
+    return dq, dk, dv, _sum_to(ds, visibility.bias.shape)
 
 
-def _grad_kv(ops: BackwardOperands, *, spec: CallSpec, dtype):
+def _grad_kv(ops: BackwardOperands, visibility, *, spec: CallSpec, dtype):
     """dK and dV, by one kernel or two."""
 
     def run(kernel, tile, **want):
-        layout = hopper_tiles.find(kernel, spec, ops.v, ops.dout, grouped=ops.dout.shape[2] > ops.v.shape[2])
+        grouped = ops.dout.shape[2] > ops.v.shape[2]
+        layout = hopper_tiles.find(kernel, spec, ops.v, ops.dout, grouped=grouped) if visibility is None else None
         if layout is not None:
             return _hopper("grad_kv")(ops, spec=spec, layout=layout, out_dtype=dtype, **want)
-        return grad_kv(ops, spec=spec, tile=tile, out_dtype=dtype, **want)
+        return grad_kv(ops, spec=spec, tile=tile, out_dtype=dtype, visibility=visibility, **want)
 
-    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, ops.v.shape[-1])
+    joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, ops.v.shape[-1], visibility)
     if joint:
         return run("grad_kv_16", tile_k, want_dk=True, want_dv=True)
     [dv] = run("grad_v" if spec.uses_int8("dv") else "", tile_v, want_dk=False, want_dv=True)
@@ -181,9 +206,17 @@ def _grad_kv(ops: BackwardOperands, *, spec: CallSpec, dtype):
     return dk, dv
 
 
-def _grad_q(ops: BackwardOperands, *, spec: CallSpec, dtype):
-    """dQ."""
-    layout = hopper_tiles.find("grad_q" if spec.uses_int8("dq") else "grad_q_16", spec, ops.v, ops.dout)
+def _grad_q(ops: BackwardOperands, visibility, *, spec: CallSpec, dtype, keep_ds):
+    """dQ, and with `keep_ds` dS."""
+    kernel = "grad_q" if spec.uses_int8("dq") else "grad_q_16"
+    layout = hopper_tiles.find(kernel, spec, ops.v, ops.dout) if visibility is None else None
     if layout is not None:
         return _hopper("grad_q")(ops, spec=spec, layout=layout, out_dtype=dtype)
-    return grad_q(ops, spec=spec, tile=tiles.grad_q_tile(spec, ops.v.shape[-1]), out_dtype=dtype)
+    tile = tiles.grad_q_tile(spec, ops.v.shape[-1], visibility)
+    return grad_q(ops, spec=spec, tile=tile, out_dtype=dtype, visibility=visibility, keep_ds=keep_ds)
+
+
+def _sum_to(x, shape):
+    """The sum over the axes that are 1 in `shape`."""
+    axes = [axis for axis, (size, wanted) in enumerate(zip(x.shape, shape, strict=True)) if size != wanted]
+    return x.sum(axes, keepdims=True)

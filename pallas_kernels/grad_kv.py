@@ -13,12 +13,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import ptx, steps
 from pallas_kernels.launch import Tile, call, own_rows, whole_group, whole_head
+from pallas_kernels.masking import TileMasks
 
 
-def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
+def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype, visibility=None):
     """dK and dV [B, S, K, H], those that are wanted, in this order; both only if both products are in 16 bits.
 
-    `ops` is a `BackwardOperands` (attention.py): what each product reads, in the order and type it reads.
+    `ops` is a `BackwardOperands` (attention.py): what each product reads, in the order and type it reads; `visibility`
+    is what the forward pass had.
     """
     int8_scores = spec.uses_int8("qk")
     batch, keys, kv_heads, depth = ops.v.shape
@@ -54,6 +56,10 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
     if want_dv and spec.uses_int8("dv"):
         inputs |= dict(dout_turned=queries(ops.dout_turned))
 
+    masks = None
+    if visibility is not None:
+        masks = TileMasks.make(visibility, spec=spec, tile=tile, owns_keys=True, group=group)
+        inputs |= masks.operands
     names = list(inputs)
 
     def kernel(*refs):
@@ -64,6 +70,7 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
             tile=tile,
             group=group,
             want=(want_dk, want_dv),
+            masks=masks,
         )
 
     outputs = want_dk + want_dv
@@ -80,7 +87,7 @@ def grad_kv(ops, *, spec, tile: Tile, want_dk, want_dv, out_dtype):
     )
 
 
-def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
+def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want, masks):
     """One program: block_k keys against every query that sees them, of each query head of the group."""
     want_dk, want_dv = want
     outputs = len(out_refs)
@@ -105,8 +112,12 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
             scale = (refs["q_scale"][g, rows] * k_scale)[None, :]
         else:
             s, scale = s * k_scale[:, None], refs["q_scale"][g, rows][None, :]
-        p = ptx.exp2(ptx.fma(s, scale, refs["shift"][g, rows][None, :], shape))
-        if edge:
+        shift, seen = refs["shift"][g, rows][None, :], None
+        if masks is not None:
+            seen, bias = masks.tile_of(refs, i, j, edge=edge, g=g)
+            shift = shift if bias is None else shift + bias
+        p = ptx.exp2(ptx.fma(s, scale, shift, shape))
+        if edge and masks is None:
             seen = steps.visible(
                 j * block_k,
                 i * block_q,
@@ -115,8 +126,7 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
                 key_length=spec.key_length,
                 rows_are_queries=False,
             )
-            p = jnp.where(seen, p, 0.0)
-        return p
+        return p if seen is None else jnp.where(seen, p, 0.0)
 
     def add_dv(p, g, rows, dv):
         if not int8_dv:
@@ -163,6 +173,8 @@ def _grad_kv_tile(refs, out_refs, *, spec, tile, group, want):
     )
 
     def head(g, sums):
+        if masks is not None:
+            return masks.loop(functools.partial(body, g), sums, refs, g)
         ahead = [dp_product(g, steps.first_tile(phases))] if tile.dp_ahead else []
         return steps.loop_tiles(functools.partial(body, g), (*sums, *ahead), phases)[:outputs]
 

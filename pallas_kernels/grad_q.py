@@ -10,10 +10,14 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import ptx, steps
 from pallas_kernels.launch import Tile, call, own_rows, whole_head
+from pallas_kernels.masking import TileMasks
 
 
-def grad_q(ops, *, spec, tile: Tile, out_dtype):
-    """dQ [B, T, N, H]; `ops` is a `BackwardOperands` (attention.py)."""
+def grad_q(ops, *, spec, tile: Tile, out_dtype, visibility=None, keep_ds=False):
+    """dQ [B, T, N, H], and with `keep_ds` dS in float32 [B, N, T, S], before it is rounded.
+
+    `ops` is a `BackwardOperands` (attention.py); `visibility` is what the forward pass had, not None with `keep_ds`.
+    """
     int8_scores, int8_dq = spec.uses_int8("qk"), spec.uses_int8("dq")
     batch, queries, heads, depth = ops.dout.shape
     group, tiles = heads // ops.v.shape[2], queries // tile.block_q
@@ -37,25 +41,33 @@ def grad_q(ops, *, spec, tile: Tile, out_dtype):
     if int8_scores or int8_dq:
         inputs |= dict(k_scale=keys(ops.k_scale))
     inputs |= dict(k_turned=keys(ops.k_turned)) if int8_dq else dict(k_16=keys(ops.k_16))
+    masks = None if visibility is None else TileMasks.make(visibility, spec=spec, tile=tile)
+    inputs |= {} if masks is None else masks.operands
     names = list(inputs)
 
     def kernel(*refs):
-        _grad_q_tile(dict(zip(names, refs, strict=False)), refs[-1], spec=spec, tile=tile)
+        _grad_q_tile(dict(zip(names, refs, strict=False)), refs[len(names) :], spec=spec, tile=tile, masks=masks)
 
+    shapes = [jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype)]
+    specs = [own(ops.dout, depth, heads_last=True)[1]]
+    if keep_ds:
+        keys_padded = ops.v.shape[1]
+        shapes += [jax.ShapeDtypeStruct((batch, heads, queries, keys_padded), jnp.float32)]
+        specs += [own_rows(tile.block_q, keys_padded)]
     return call(
         kernel,
         "sagebwd_grad_q",
         (tiles, heads, batch),
         [x for x, _ in inputs.values()],
         [block for _, block in inputs.values()],
-        jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
-        own(ops.dout, depth, heads_last=True)[1],
+        shapes if keep_ds else shapes[0],
+        specs if keep_ds else specs[0],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
 
 
-def _grad_q_tile(refs, dq_ref, *, spec, tile):
+def _grad_q_tile(refs, out_refs, *, spec, tile, masks):
     """One program: block_q queries against every key that they see."""
     q, dout = refs["q"][...], refs["dout"][...]
     i = pl.program_id(0)
@@ -84,8 +96,10 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
             scale = q_scale * refs["k_scale"][j * block_k // spec.config.block_k]
         else:
             s, scale = s * refs["k_scale"][cols][None, :], q_scale
-        p = ptx.exp2(ptx.fma(s, scale[:, None], -lse[:, None], shape))
-        if edge:
+        seen, bias = (None, None) if masks is None else masks.tile_of(refs, i, j, edge=edge)
+        scale = scale[:, None]
+        p = ptx.exp2(ptx.fma(s, scale, -lse[:, None] if bias is None else bias - lse[:, None], shape))
+        if edge and masks is None:
             seen = steps.visible(
                 i * block_q,
                 j * block_k,
@@ -94,8 +108,10 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
                 key_length=spec.key_length,
                 rows_are_queries=True,
             )
-            p = jnp.where(seen, p, 0.0)
+        p = p if seen is None else jnp.where(seen, p, 0.0)
         ds = p * ((dp if tile.dp_ahead else dp_product(j)) - delta[:, None])
+        if len(out_refs) == 2:
+            out_refs[1][:, cols] = ds
         if not int8_dq:
             dq = dq + steps.dot_16(ds.astype(jnp.bfloat16), refs["k_16"][cols, :], b_is_turned=True)
             return dq, *ahead
@@ -108,9 +124,14 @@ def _grad_q_tile(refs, dq_ref, *, spec, tile):
         product = steps.dot_int8(ds_int8, refs["k_turned"][:, cols])
         return ptx.fma(product, ds_scale[:, None], dq, dq.shape), *ahead
 
-    phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
-    ahead = [dp_product(steps.first_tile(phases))] if tile.dp_ahead else []
-    dq, *_ = steps.loop_tiles(body, (jnp.zeros((block_q, depth), jnp.float32), *ahead), phases)
+    if masks is None:
+        phases = steps.key_phases(i, block_q, block_k, is_causal=spec.is_causal, key_length=spec.key_length)
+        ahead = [dp_product(steps.first_tile(phases))] if tile.dp_ahead else []
+        dq, *_ = steps.loop_tiles(body, (jnp.zeros((block_q, depth), jnp.float32), *ahead), phases)
+    else:
+        [dq] = masks.loop(body, (jnp.zeros((block_q, depth), jnp.float32),), refs)
+        if len(out_refs) == 2:
+            masks.clear_skipped(out_refs[1], refs)
     # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
     poison = delta * 0 + lse * 0
-    dq_ref[...] = (dq * spec.scale + poison[:, None]).astype(dq_ref.dtype)
+    out_refs[0][...] = (dq * spec.scale + poison[:, None]).astype(out_refs[0].dtype)

@@ -68,18 +68,25 @@ def channel_statistics(key, value, *, length):
 
 
 def mean_logits(query, mean, *, scale):
-    """scale * q . mean, float32 [B, N, T], of query [B, T, N, H] and each key head's mean [B, K, H]."""
+    """scale * q . mean, float32 [B, N, T], of query [B, T, N, H] and each key head's mean.
+
+    That is [B, K, H], or one for each query [B, T, K, H].
+    """
     batch, time, heads, depth = query.shape
+    a_query = mean.ndim == 4
 
     def kernel(query_ref, mean_ref, out_ref):
-        out_ref[...] = jnp.sum(query_ref[...].astype(jnp.float32) * mean_ref[...][None, :], axis=1) * scale
+        rows = query_ref[...].astype(jnp.float32)
+        out_ref[...] = jnp.sum(rows * (mean_ref[...] if a_query else mean_ref[...][None, :]), axis=1) * scale
 
+    group = heads // mean.shape[-2]
+    a_query_block = pl.BlockSpec((None, ROWS, None, depth), lambda i, n, b: (b, i, n // group, 0))
     return call(
         kernel,
         "sagebwd_mean_logits",
         (time // ROWS, heads, batch),
         [query, mean],
-        [own_rows(ROWS, depth, heads_last=True), whole_head(mean, group=heads // mean.shape[1])],
+        [own_rows(ROWS, depth, heads_last=True), a_query_block if a_query else whole_head(mean, group=group)],
         jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
         own_rows(ROWS),
         **COMPILED,

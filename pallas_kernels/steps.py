@@ -53,12 +53,20 @@ def advance_shift(peak, shift, tile_peak):
     return peak, new_shift, jnp.exp2(shift - new_shift)
 
 
-def visible(first_row, first_col, shape, *, is_causal, key_length, rows_are_queries):
-    """Which scores of a tile count: keys that exist and, if causal, are not after the query."""
+def visible(first_row, first_col, shape, *, is_causal, key_length, rows_are_queries, reach=(None, None)):
+    """Which scores of a tile count: keys that exist, if causal are not after the query, and are within its reach.
+
+    `reach` is (left, right): query i sees keys i-left..i+right, None for no limit.
+    """
     rows = first_row + lax.broadcasted_iota(jnp.int32, shape, 0)
     cols = first_col + lax.broadcasted_iota(jnp.int32, shape, 1)
     queries, keys = (rows, cols) if rows_are_queries else (cols, rows)
     counts = keys < key_length
+    left, right = reach
+    if left is not None:
+        counts = counts & (keys >= queries - left)
+    if right is not None:
+        counts = counts & (keys <= queries + right)
     return counts & (queries >= keys) if is_causal else counts
 
 

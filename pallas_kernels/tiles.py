@@ -106,29 +106,29 @@ BLACKWELL = (
 TABLE = {(8, 0): WITHOUT_WGMMA, (9, 0): HOPPER, (10, 0): BLACKWELL, (12, 0): WITHOUT_WGMMA}
 
 
-def forward_tile(spec, depth) -> Tile:
-    """The tile of the forward kernel."""
-    return _find("forward", spec, depth, spec.config.pv_span)
+def forward_tile(spec, depth, visibility=None) -> Tile:
+    """The tile of the forward kernel, whose masks and bias are `visibility`'s."""
+    return _find("forward", spec, depth, spec.config.pv_span, visibility)
 
 
-def grad_kv_tiles(spec, depth) -> tuple[bool, Tile, Tile]:
+def grad_kv_tiles(spec, depth, visibility=None) -> tuple[bool, Tile, Tile]:
     """Whether dK and dV come from one kernel, and the tiles of dK and dV."""
     if not spec.uses_int8("dk", "dv"):
-        tile = _find("grad_kv_16", spec, depth, None)
+        tile = _find("grad_kv_16", spec, depth, None, visibility)
         return True, tile, tile
-    tile_k = _find("grad_k", spec, depth, spec.config.dk_span)
-    tile_v = _find("grad_v", spec, depth, spec.config.dv_span)
+    tile_k = _find("grad_k", spec, depth, spec.config.dk_span, visibility)
+    tile_v = _find("grad_v", spec, depth, spec.config.dv_span, visibility)
     return False, tile_k, tile_v
 
 
-def grad_q_tile(spec, depth) -> Tile:
+def grad_q_tile(spec, depth, visibility=None) -> Tile:
     """The tile of the kernel of dQ."""
     if not spec.uses_int8("dq"):
-        return _find("grad_q_16", spec, depth, None)
-    return _find("grad_q", spec, depth, spec.config.dq_span)
+        return _find("grad_q_16", spec, depth, None, visibility)
+    return _find("grad_q", spec, depth, spec.config.dq_span, visibility)
 
 
-def _find(kernel, spec, depth, span) -> Tile:
+def _find(kernel, spec, depth, span, visibility) -> Tile:
     """The tile for the GPU that the call is compiled for; `span` is None where no rounding asks for one."""
     config = spec.config
     owns_keys = kernel in ("grad_v", "grad_k", "grad_kv_16")
@@ -144,7 +144,7 @@ def _find(kernel, spec, depth, span) -> Tile:
         summed = 64 if span is None else span
         row = _row(kernel, depth, None, min(64, most_rows), summed, 4, 2)
     queries, keys = (row.summed, row.rows) if owns_keys else (row.rows, row.summed)
-    return Tile(
+    tile = Tile(
         block_q=queries,
         block_k=keys,
         num_warps=row.num_warps,
@@ -153,6 +153,22 @@ def _find(kernel, spec, depth, span) -> Tile:
         dp_ahead=row.dp_ahead,
         last_first=row.last_first,
     )
+    return tile if visibility is None else _with_masks(tile, owns_keys, visibility.bias is not None)
+
+
+def _with_masks(tile, owns_keys, has_bias) -> Tile:
+    """The tile for a kernel with masks, where nothing says which tile comes next or is the largest.
+
+    Not timed. A tile of bias in float32 takes as much shared memory as K and V, and registers: with 64 rows, and two
+    stages in all, no kernel of the default and mixed presets with one kind of masks spills or exceeds shared memory
+    (tests/test_compile_kernels.py, 2026-11-29).
+    """
+    tile = dataclasses.replace(tile, dp_ahead=False, last_first=False, num_stages=min(2, tile.num_stages))
+    if not has_bias:
+        return tile
+    side = "block_k" if owns_keys else "block_q"
+    rows = min(64, getattr(tile, side))
+    return dataclasses.replace(tile, **{side: rows}, num_warps=4)
 
 
 def _nearest(capability) -> tuple[int, int]:

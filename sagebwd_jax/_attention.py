@@ -1,5 +1,6 @@
 """attention(): checks its arguments once, brings them to canonical form, and calls the core."""
 
+import dataclasses
 import numbers
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import launch, steps
+from sagebwd_jax import _masks, _segments
 from sagebwd_jax._config import LENGTH_MULTIPLE, CallSpec, SageConfig
-from sagebwd_jax._vjp import attention_core, mean_logits
+from sagebwd_jax._vjp import attention_core, masked_attention_core, mean_logits
 
 DTYPES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS = ("triton", "xla")
@@ -33,7 +35,7 @@ def attention(
     return_residual: bool = False,
     config: SageConfig | None = None,
 ) -> Array | tuple[Array, Array]:
-    """softmax(scale Q K^T) V, trainable, with six of its seven matrix products in INT8: `jax.nn`'s signature.
+    """softmax(scale Q K^T + bias) V, trainable, with six of its seven products in INT8: `jax.nn`'s signature.
 
     O = softmax(scale Q (K - mean K)^T) V forward; dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = scale dS K,
     dK = scale dS^T Q, dV = P^T dO backward (SageBwd, arXiv 2603.02170, sections 3 and 6). All but dP run in INT8
@@ -44,11 +46,17 @@ def attention(
       query: [B, T, N, H] or [T, N, H]; bfloat16, float16 or float32, as `key` and `value`.
       key: [B, S, K, H] or [S, K, H]; N must be a multiple of K (grouped-query attention).
       value: as `key`.
-      bias, mask, query_seq_lengths, key_value_seq_lengths, local_window_size, query_segment_ids,
-        key_value_segment_ids: not supported yet; only None is accepted.
+      bias: bfloat16, float16 or float32, added to the scaled logits; any shape that broadcasts to [B, N, T, S]. A value
+        at or below -1e20, or float16's least, hides the key as a mask would. Its gradient is made only where it is
+        asked for, and costs the float32 scores [B, N, T, S] ("triton").
+      mask: boolean, False hides a key from a query; any shape that broadcasts to [B, N, T, S].
       scale: of the logits; 1/sqrt(H) if None. An array is multiplied into `query` first.
       is_causal: query i sees keys 0..i, also where T and S differ (top-left, as in `jax.nn`): do not use it to decode
         one token against a cache.
+      query_seq_lengths, key_value_seq_lengths: integers [B]; tokens from there on are padding, whatever they hold.
+      local_window_size: (left, right), or an int for both: query i sees keys i-left..i+right.
+      query_segment_ids, key_value_segment_ids: integers [B, T] and [B, S], any: a query sees the keys of its segment
+        (packed documents). Where T = S, query_segment_ids alone stands for both.
       implementation: "triton" (Pallas kernels, NVIDIA GPU of compute capability 8.0 or higher), "xla" (the same
         algorithm in plain JAX, anywhere), or None: the kernels where they run. An explicit choice never falls back.
       return_residual: also return the log-sum-exp of the scaled logits.
@@ -56,25 +64,17 @@ def attention(
 
     Returns:
       The output in the shape and dtype of `query`, and with `return_residual` the log-sum-exp [B, T, N], float32,
-      natural. Forward-mode differentiation is not supported (a `jax.custom_vjp`).
+      natural, -inf where a query sees no key. Forward-mode differentiation is not supported (a `jax.custom_vjp`).
 
     Raises:
-      ValueError: shapes, mixed dtypes or an unknown implementation.
-      TypeError: a dtype that is not accepted, or a config that is not a SageConfig.
+      ValueError: shapes, mixed dtypes, a negative window, segment ids of one side alone, an unknown implementation.
+      TypeError: a dtype that is not accepted, a window that is not of ints, or a config that is not a SageConfig.
       NotImplementedError: an argument or size that is not supported yet, or "triton" without a GPU for it.
 
     Differs from the paper in the default scales, which are finer, and in delta = rowsum(dO O), for which O is not
-    rounded to 16 bits; differs from `jax.nn` where a query sees no key: output and gradients are 0.
+    rounded to 16 bits, and smooths packed documents by their own means; differs from `jax.nn` where a query sees no
+    key: output and gradients are 0. docs/arguments.md says what each argument costs.
     """
-    _refuse_unsupported(
-        bias=bias,
-        mask=mask,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-    )
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _check_dtypes(query, key, value)
     _check_shapes(query, key, value)
@@ -83,17 +83,36 @@ def attention(
     if not isinstance(config, SageConfig):
         raise TypeError(f"config={config!r} is a {type(config).__name__}: a SageConfig is accepted")
 
-    if query.ndim == 3:
+    batched = query.ndim == 4
+    if not batched:
         query, key, value = query[None], key[None], value[None]
-        batched = False
-    else:
-        batched = True
-    out, lse = _attend(query, key, value, scale, bool(is_causal), implementation, return_residual, config)
+    batch, queries, heads, _ = query.shape
+    window, visibility = _masks.canonical(
+        _masks.Sizes(batch=batch, queries=queries, keys=key.shape[1], heads=heads, batched=batched),
+        bias=bias,
+        mask=mask,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+    )
+    spec = CallSpec(
+        is_causal=bool(is_causal),
+        scale=1.0,
+        query_length=queries,
+        key_length=key.shape[1],
+        implementation=implementation,
+        differentiates_lse=return_residual,
+        config=config,
+        window=window,
+    )
+    out, lse = _attend(query, key, value, scale, visibility, spec)
     out, lse = (out, lse) if batched else (out[0], lse[0])
     return (out, lse) if return_residual else out
 
 
-def _attend(query, key, value, scale, is_causal, implementation, with_lse, config):
+def _attend(query, key, value, scale, visibility, spec):
     """Pad to canonical form, call the core, and cut off the padding."""
     batch, queries, heads, depth = query.shape
     keys = key.shape[1]
@@ -103,22 +122,26 @@ def _attend(query, key, value, scale, is_causal, implementation, with_lse, confi
         scale = depth**-0.5
     elif not isinstance(scale, numbers.Real):
         query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
-    spec = CallSpec(
-        is_causal=is_causal,
-        scale=float(scale),
-        query_length=queries,
-        key_length=keys,
-        implementation=implementation,
-        differentiates_lse=with_lse,
-        config=config,
-    )
+    spec = dataclasses.replace(spec, scale=float(scale))
     query, key, value = _pad(query), _pad(key), _pad(value)
-    out, lse = attention_core(query, key, value, spec)
+    sees_nothing = None
+    if visibility is None:
+        out, lse = attention_core(query, key, value, spec)
+    else:
+        if visibility.query_segments is not None:
+            query = _segments.clear_padding(query, visibility.query_segments)
+            key, value = (_segments.clear_padding(x, visibility.key_segments) for x in (key, value))
+        out, lse = masked_attention_core(query, key, value, visibility, spec)
+        sees_nothing = lse >= steps.NO_QUERY / 2
+        # They are 0 already; this keeps cotangents of such rows, NaN at times, out of the backward pass.
+        out = jnp.where(sees_nothing.swapaxes(1, 2)[..., None], jnp.zeros((), out.dtype), out)
     lse = lse / steps.LOG2_E
-    if with_lse and config.smooth_k:
+    if spec.differentiates_lse and spec.config.smooth_k:
         # Smoothing took this from INT8 logits; 16-bit logits kept it, but dQ is made from smoothed keys all the same.
-        taken = mean_logits(query, key, spec)
+        taken = mean_logits(query, key, visibility, spec)
         lse = lse + (taken if spec.uses_int8("qk") else taken - jax.lax.stop_gradient(taken))
+    if sees_nothing is not None:
+        lse = jnp.where(sees_nothing, -jnp.inf, lse)
     return out[:, :queries, :, :depth], lse.swapaxes(1, 2)[:, :queries]
 
 
@@ -127,14 +150,6 @@ def _pad(x):
     depth = max(32, 1 << (x.shape[3] - 1).bit_length())
     widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, depth - x.shape[3])]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
-
-
-def _refuse_unsupported(**arguments):
-    """Name the first argument that is not None."""
-    for name, value in arguments.items():
-        if value is not None:
-            got = f"shape {value.shape}" if hasattr(value, "shape") else repr(value)
-            raise NotImplementedError(f"{name} is not supported yet: got {got}; only {name}=None is accepted")
 
 
 def _check_dtypes(query, key, value):

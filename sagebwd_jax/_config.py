@@ -130,6 +130,7 @@ class CallSpec:
       implementation: "triton", "xla", or None: by the platform that the call is lowered for.
       differentiates_lse: the log-sum-exp is an output of the call, so it may have a cotangent.
       config: what changes the numbers.
+      window: query i sees keys i-left..i+right; None for an end without limit. See `reach`.
     """
 
     is_causal: bool
@@ -139,6 +140,13 @@ class CallSpec:
     implementation: str | None
     differentiates_lse: bool
     config: SageConfig
+    window: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """(left, right): how far before and after its own position a query sees; None for no limit."""
+        left, right = self.window
+        return left, 0 if self.is_causal else right
 
     def keeps_16_bits(self, *products: str) -> bool:
         """Whether any of these products stays in 16 bits."""

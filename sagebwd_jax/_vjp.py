@@ -1,5 +1,6 @@
 """The custom_vjps: which implementation runs each pass, and what the forward pass keeps for the backward pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import launch
 from sagebwd_jax._config import CallSpec
+from sagebwd_jax._masks import Visibility
+from sagebwd_jax._residuals import Residuals
 
 
 def _run(function: str, spec: CallSpec, *operands, **static) -> Any:
@@ -70,26 +74,73 @@ attention_core = jax.custom_vjp(_core, nondiff_argnames=("spec",))
 attention_core.defvjp(_forward, _backward)
 
 
-def _mean_logits(query, key, spec: CallSpec):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _MaskedResiduals:
+    """What a call with masks or a bias keeps, and whether its backward pass must make the bias's gradient."""
+
+    residuals: Residuals
+    visibility: Visibility
+    want_dbias: bool = dataclasses.field(metadata=dict(static=True))
+
+
+def _masked_core(query, key, value, visibility: Visibility, spec: CallSpec):
+    """The same with masks and a bias; a query that sees no key has O = 0 and NO_QUERY."""
+    out, lse, _ = _run("forward", spec, query, key, value, visibility, keep=False)
+    return out, lse
+
+
+def _masked_forward(query, key, value, visibility, spec):
+    # Here an input comes with whether it is differentiated, as dbias is worth making only then.
+    want_dbias = visibility.bias is not None and visibility.bias.perturbed
+    operands = jax.tree.map(
+        lambda x: x.value, (query, key, value, visibility), is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    out, lse, residuals = _run("forward", spec, *operands, keep=True)
+    residuals = residuals.named()
+    return (checkpoint_name(out, "sagebwd_out"), residuals.lse), _MaskedResiduals(residuals, operands[3], want_dbias)
+
+
+def _masked_backward(spec, kept, cotangents):
+    dout, dlse = cotangents
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros(dout.shape, str(dout.dtype))
+    if isinstance(dlse, SymbolicZero) or not spec.differentiates_lse:
+        dlse = None
+    grads = _run("backward", spec, kept.residuals, dout, dlse, kept.visibility, want_dbias=kept.want_dbias)
+    if not kept.want_dbias:
+        return *grads, None
+    *grads, dbias = grads
+    nothing = Visibility(**{field.name: None for field in dataclasses.fields(Visibility)})
+    return *grads, dataclasses.replace(nothing, bias=dbias.astype(kept.visibility.bias.dtype))
+
+
+# Apart from `attention_core`, since what a plain call keeps does not depend on which of its inputs are differentiated.
+masked_attention_core = jax.custom_vjp(_masked_core, nondiff_argnames=("spec",))
+masked_attention_core.defvjp(_masked_forward, _masked_backward, symbolic_zeros=True)
+
+
+def _mean_logits(query, key, visibility: Visibility | None, spec: CallSpec):
     """What smoothing takes from the logits of inputs in canonical form: scale * q . mean(k) [B, N, T].
 
-    K's mean counts as a constant: the core's gradient of K is that of K itself.
+    K's mean, over the keys of a query's segment, counts as a constant: the core's gradient of K is that of K itself.
     """
-    return _run("mean_logits", spec, query, key)[0]
+    return _run("mean_logits", spec, query, key, visibility)[0]
 
 
-def _mean_logits_forward(query, key, spec):
-    logits, mean = _run("mean_logits", spec, query, key)
+def _mean_logits_forward(query, key, visibility, spec):
+    logits, mean = _run("mean_logits", spec, query, key, visibility)
     # The empty array says in which dtype the gradient is wanted.
     return logits, (jnp.zeros((0, query.shape[2] // key.shape[2]), query.dtype), mean)
 
 
 def _mean_logits_backward(spec, residuals, dlogits):
     like, mean = residuals
-    dquery = spec.scale * dlogits.swapaxes(1, 2)[..., None] * jnp.repeat(mean, like.shape[1], axis=1)[:, None]
-    return dquery.astype(like.dtype), None
+    mean = mean[:, None] if mean.ndim == 3 else mean
+    dquery = spec.scale * dlogits.swapaxes(1, 2)[..., None] * jnp.repeat(mean, like.shape[1], axis=2)
+    return dquery.astype(like.dtype), None, None
 
 
 _mean_logits_vjp = jax.custom_vjp(_mean_logits, nondiff_argnames=("spec",))
 _mean_logits_vjp.defvjp(_mean_logits_forward, _mean_logits_backward)
-mean_logits: Callable[[jax.Array, jax.Array, CallSpec], jax.Array] = _mean_logits_vjp
+mean_logits: Callable[[jax.Array, jax.Array, Visibility | None, CallSpec], jax.Array] = _mean_logits_vjp

@@ -9,13 +9,18 @@ from jax import lax
 
 from pallas_kernels import steps
 from pallas_kernels.attention import to_16_bits
-from sagebwd_jax import _quantize
+from sagebwd_jax import _quantize, _segments
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
+from sagebwd_jax._xla_masks import cut as cut_masks
+from sagebwd_jax._xla_masks import join_bias, seen_and_bias, sum_to_bias
 
 
-def forward(query, key, value, *, spec: CallSpec, keep: bool):
-    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
+def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
+    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form.
+
+    `visibility` (_masks.py) is None for a plain call. A query that sees no key has O = 0 and NO_QUERY.
+    """
     config = spec.config
     q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
@@ -24,7 +29,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         q_int8, q_scale = _quantize.quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
         q_scale = jnp.repeat(q_scale, block, axis=2)
     if spec.uses_int8("qk") or keep:
-        mean = _quantize.key_mean(key, spec.key_length)[:, None] if config.smooth_k else 0.0
+        mean = _key_mean(key, visibility, spec) if config.smooth_k else 0.0
         k_smooth = _quantize.clear_padding(key.astype(jnp.float32) - mean, spec.key_length)
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale = _quantize.quantize_tokens(k_smooth, block=block, length=spec.key_length)
@@ -35,7 +40,7 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         q, k = q_int8, k_int8
     else:
         q, k = q_16.swapaxes(1, 2), k_16.swapaxes(1, 2)
-    out, lse = _softmax_scan(q, k, value, q_scale, k_scale, spec)
+    out, lse = _softmax_scan(q, k, value, q_scale, k_scale, visibility, spec)
     out_16 = out.swapaxes(1, 2).astype(query.dtype)
     if not keep:
         return out_16, lse, None
@@ -56,16 +61,33 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     return out_16, lse, residuals
 
 
-def mean_logits(query, key, *, spec: CallSpec):
-    """What smoothing takes from the logits, scale * q . mean(k) [B, N, T], and mean(k) [B, K, H]."""
-    mean = _quantize.key_mean(key, spec.key_length)
-    repeated = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)[:, None]
+def mean_logits(query, key, visibility=None, *, spec: CallSpec):
+    """What smoothing takes from the logits, scale * q . mean(k) [B, N, T], and mean(k) [B, K, H].
+
+    Where there are segments, mean(k) is that of each query's segment, [B, T, K, H].
+    """
+    if visibility is not None and visibility.key_segments is not None:
+        mean = _segments.query_means(_key_mean(key, visibility, spec), visibility.query_segments)
+        repeated = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=2)
+    else:
+        mean = _quantize.key_mean(key, spec.key_length)
+        repeated = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=1)[:, None]
     # Not a matrix product: a library's choice of kernel, and with it the order of the sum, may depend on the batch.
     return spec.scale * jnp.sum(query.astype(jnp.float32) * repeated, axis=-1).swapaxes(1, 2), mean
 
 
-def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
-    """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2."""
+def _key_mean(key, visibility, spec):
+    """What smoothing takes from each key, [B, S, K, H] or, where it is the same for all of a head, [B, 1, K, H]."""
+    if visibility is not None and visibility.key_segments is not None:
+        return _segments.key_means(key, visibility.key_segments)
+    return _quantize.key_mean(key, spec.key_length)[:, None]
+
+
+def backward(residuals: Residuals, dout, dlse, visibility=None, *, spec: CallSpec, want_dbias: bool = False):
+    """dQ, dK and dV of the cotangents of O and, unless None, of the log-sum-exp in base 2; with `want_dbias` dbias too.
+
+    dbias is float32 in the shape of visibility.bias.
+    """
     r = residuals
     # A cotangent that is known to be 0 (a loss of the log-sum-exp alone) must not become a constant of the scans: XLA's
     # products with one are garbage on a CPU at times (JAX 0.10 to 0.12).
@@ -75,9 +97,10 @@ def backward(residuals: Residuals, dout, dlse, *, spec: CallSpec):
     delta = jnp.sum(out * dout.swapaxes(1, 2).astype(jnp.float32), -1)
     if dlse is not None:
         delta = delta - dlse * steps.LOG2_E
-    dq = _grad_q_scan(r, to_16_bits(dout), delta, spec)
-    dk, dv = _grad_kv_scan(r, dout, delta, spec)
-    return tuple(x.swapaxes(1, 2).astype(dout.dtype) for x in (dq, dk, dv))
+    dq, dbias = _grad_q_scan(r, to_16_bits(dout), delta, visibility, spec, want_dbias)
+    dk, dv = _grad_kv_scan(r, dout, delta, visibility, spec)
+    grads = tuple(x.swapaxes(1, 2).astype(dout.dtype) for x in (dq, dk, dv))
+    return (*grads, dbias) if want_dbias else grads
 
 
 def _dot(axes, a, b):
@@ -102,21 +125,18 @@ def _spans(x, axis, span):
     return jnp.moveaxis(x, axis, 0)
 
 
-def _visible(queries, keys, spec):
-    """[T, S]: which scores count, from the positions of queries and keys."""
-    counts = (keys < spec.key_length)[None, :] & (queries >= 0)[:, None]
-    return counts & (queries[:, None] >= keys[None, :]) if spec.is_causal else counts
-
-
-def _scores(q, k, q_scale, k_scale, spec):
-    """S in base 2, [B, K, G, T, S], of q [B, K, G, T, H] and k [B, K, S, H]."""
+def _scores(q, k, q_scale, k_scale, spec, bias):
+    """S in base 2, [B, K, G, T, S], of q [B, K, G, T, H], k [B, K, S, H] and a bias in base 2 or None."""
     s = _dot("bkgth,bksh->bkgts", q, k)
-    if spec.keeps_16_bits("qk"):
-        return s * (spec.scale * steps.LOG2_E)
-    return s * q_scale[..., None] * k_scale[:, :, None, None]
+    s = (
+        s * (spec.scale * steps.LOG2_E)
+        if spec.keeps_16_bits("qk")
+        else s * q_scale[..., None] * k_scale[:, :, None, None]
+    )
+    return s if bias is None else s + bias
 
 
-def _softmax_scan(q, k, value, q_scale, k_scale, spec):
+def _softmax_scan(q, k, value, q_scale, k_scale, visibility, spec):
     """O in float32 [B, N, T, H] and its log-sum-exp in base 2: an online softmax over spans of keys."""
     span, kv_heads = spec.config.pv_span, k.shape[1]
     batch, heads, queries, depth = q.shape
@@ -135,9 +155,9 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
 
     def step(carry, operands):
         out, peak, shift, total = carry
-        first, k, k_scale, v, v_scale = operands
-        seen = _visible(jnp.arange(queries), first + jnp.arange(span), spec)
-        s = jnp.where(seen, _scores(q, k, q_scale, k_scale, spec), -jnp.inf)
+        first, k, k_scale, v, v_scale, cut = operands
+        seen, bias = seen_and_bias(cut, uncut, jnp.arange(queries), first + jnp.arange(span), spec)
+        s = jnp.where(seen, _scores(q, k, q_scale, k_scale, spec, bias), -jnp.inf)
         peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(-1))
         offset = steps.LOG2_INT8_MAX if int8_values else 0.0
         p = jnp.exp2(s + (offset - new_shift)[..., None])
@@ -151,13 +171,18 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
     start = jnp.zeros(q.shape, jnp.float32), nothing, nothing, jnp.zeros(q.shape[:-1], jnp.float32)
     firsts = jnp.arange(0, k.shape[2], span)
     k_scale_spans = None if k_scale is None else _spans(_scale_a_key(k_scale, k), 2, span)
-    operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), span_scales
+    cut, uncut = cut_masks(visibility, kv_heads, span, along_keys=True)
+    operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), span_scales, cut
     (out, _, shift, total), _ = lax.scan(step, start, operands)
+    counts = jnp.arange(queries) < spec.query_length
+    if visibility is not None:
+        counts = counts[(None,) * 3] & (total != 0)
+        total = jnp.where(total == 0, 1.0, total)
     out = out / total[..., None]
     if channel_scale is not None:
         out = out * channel_scale[:, :, None, None]
     lse = shift + jnp.log2(total) - (steps.LOG2_INT8_MAX if int8_values else 0.0)
-    lse = jnp.where(jnp.arange(queries) < spec.query_length, lse, steps.NO_QUERY)
+    lse = jnp.where(counts, lse, steps.NO_QUERY)
     return out.reshape(batch, heads, queries, depth), lse.reshape(batch, heads, queries)
 
 
@@ -175,8 +200,8 @@ def _scale_a_key(k_scale, k):
     return jnp.repeat(k_scale, k.shape[2] // k_scale.shape[2], axis=2)
 
 
-def _grad_q_scan(r, dout, delta, spec):
-    """dQ in float32 [B, N, T, H]: a scan over spans of keys."""
+def _grad_q_scan(r, dout, delta, visibility, spec, want_dbias):
+    """dQ in float32 [B, N, T, H], and dbias or None: a scan over spans of keys."""
     config, kv_heads = spec.config, r.value_16.shape[2]
     q, k, q_scale, k_scale = _score_operands(r, spec)
     shape, queries = q.shape, q.shape[2]
@@ -186,31 +211,33 @@ def _grad_q_scan(r, dout, delta, spec):
     rows = config.block_q if config.grad_scale == "tile" else 1
 
     def step(dq, operands):
-        first, k, k_scale, v, k_right = operands
-        seen = _visible(jnp.arange(queries), first + jnp.arange(config.dq_span), spec)
-        p = jnp.where(seen, jnp.exp2(_scores(q, k, q_scale, k_scale, spec) - lse[..., None]), 0.0)
+        first, k, k_scale, v, k_right, cut = operands
+        seen, bias = seen_and_bias(cut, uncut, jnp.arange(queries), first + jnp.arange(config.dq_span), spec)
+        p = jnp.where(seen, jnp.exp2(_scores(q, k, q_scale, k_scale, spec, bias) - lse[..., None]), 0.0)
         ds = p * (_dot("bkgth,bksh->bkgts", do, v) - delta[..., None])
+        dbias = sum_to_bias(ds, visibility.bias, kv_heads) if want_dbias else None
         if not int8:
-            return dq + _dot("bkgts,bksh->bkgth", ds.astype(jnp.bfloat16), k_right), None
+            return dq + _dot("bkgts,bksh->bkgth", ds.astype(jnp.bfloat16), k_right), dbias
         # A scale that varies along the sum goes into dS before dS is rounded.
         if config.key_scale == "token":
             ds = ds * k_scale[:, :, None, None]
         ds_int8, ds_scale = _quantize.round_rows(ds, rows)
         if config.key_scale == "block":
             ds_scale = ds_scale * k_scale[:, :, :1, None]
-        return dq + _dot("bkgts,bksh->bkgth", ds_int8, k_right) * ds_scale[..., None], None
+        return dq + _dot("bkgts,bksh->bkgth", ds_int8, k_right) * ds_scale[..., None], dbias
 
     def span(x):
         return None if x is None else _spans(x, 2, config.dq_span)
 
     k_right = r.k_int8 if int8 else r.k_smooth_16
     firsts = jnp.arange(0, k.shape[2], config.dq_span)
-    operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right)
-    dq, _ = lax.scan(step, jnp.zeros(q.shape, jnp.float32), operands)
-    return dq.reshape(shape) * spec.scale
+    cut, uncut = cut_masks(visibility, kv_heads, config.dq_span, along_keys=True)
+    operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right), cut
+    dq, dbias = lax.scan(step, jnp.zeros(q.shape, jnp.float32), operands)
+    return dq.reshape(shape) * spec.scale, join_bias(dbias, visibility.bias) if want_dbias else None
 
 
-def _grad_kv_scan(r, dout, delta, spec):
+def _grad_kv_scan(r, dout, delta, visibility, spec):
     """dK and dV in float32 [B, K, S, H]: a scan over spans of queries for each of them."""
     config, kv_heads = spec.config, r.value_16.shape[2]
     q, k, q_scale, k_scale = _score_operands(r, spec)
@@ -219,23 +246,23 @@ def _grad_kv_scan(r, dout, delta, spec):
     do_16 = to_16_bits(do)
     rows = config.block_k if config.grad_scale == "tile" else 1
 
-    def probabilities(first, span, q, q_scale, lse):
+    def probabilities(first, cut, uncut, span, q, q_scale, lse):
         """P^T [B, K, G, S, span]."""
-        seen = _visible(first + jnp.arange(span), keys, spec)
-        p = jnp.where(seen, jnp.exp2(_scores(q, k, q_scale, k_scale, spec) - lse[..., None]), 0.0)
+        seen, bias = seen_and_bias(cut, uncut, first + jnp.arange(span), keys, spec)
+        p = jnp.where(seen, jnp.exp2(_scores(q, k, q_scale, k_scale, spec, bias) - lse[..., None]), 0.0)
         return p.swapaxes(3, 4)
 
     def dv_step(dv, operands):
-        first, q, q_scale, lse, do, do_scale = operands
-        p = probabilities(first, config.dv_span, q, q_scale, lse)
+        first, cut, q, q_scale, lse, do, do_scale = operands
+        p = probabilities(first, cut, uncut_dv, config.dv_span, q, q_scale, lse)
         if do.dtype != jnp.int8:
             return dv + _dot("bkgst,bkgth->bksh", p.astype(do.dtype), do), None
         p_int8, p_scale = _quantize.round_rows(p * do_scale[..., None, :], rows)
         return dv + (_dot("bkgst,bkgth->bkgsh", p_int8, do) * p_scale[..., None]).sum(2), None
 
     def dk_step(dk, operands):
-        first, q, q_scale, lse, do, delta, q_right = operands
-        p = probabilities(first, config.dk_span, q, q_scale, lse)
+        first, cut, q, q_scale, lse, do, delta, q_right = operands
+        p = probabilities(first, cut, uncut_dk, config.dk_span, q, q_scale, lse)
         ds = p * (_dot("bksh,bkgth->bkgst", v, do) - delta[..., None, :])
         if q_right.dtype != jnp.int8:
             return dk + _dot("bkgst,bkgth->bksh", ds.astype(jnp.bfloat16), q_right.astype(jnp.bfloat16)), None
@@ -244,10 +271,13 @@ def _grad_kv_scan(r, dout, delta, spec):
 
     zeros = jnp.zeros(v.shape, jnp.float32)
 
-    def operands(length, *more):
-        """What a step reads of its span of queries: where it starts, q, its scale, its log-sum-exp, and more."""
+    cut_dv, uncut_dv = cut_masks(visibility, kv_heads, config.dv_span, along_keys=False)
+    cut_dk, uncut_dk = cut_masks(visibility, kv_heads, config.dk_span, along_keys=False)
+
+    def operands(length, cut, *more):
+        """What a step reads of its span of queries: where it starts, masks, q, its scale, its log-sum-exp, and more."""
         spans = (None if x is None else _spans(_group(x, kv_heads), 3, length) for x in (q, q_scale, r.lse, *more))
-        return jnp.arange(0, q.shape[2], length), *spans
+        return jnp.arange(0, q.shape[2], length), cut, *spans
 
     if spec.uses_int8("dv"):
         block = 1 if config.dout_scale == "token" else config.block_q
@@ -256,6 +286,6 @@ def _grad_kv_scan(r, dout, delta, spec):
     else:
         do_operands = do_16, None
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
-    dv, _ = lax.scan(dv_step, zeros, operands(config.dv_span, *do_operands))
-    dk, _ = lax.scan(dk_step, zeros, operands(config.dk_span, do_16, delta, q_right))
+    dv, _ = lax.scan(dv_step, zeros, operands(config.dv_span, cut_dv, *do_operands))
+    dk, _ = lax.scan(dk_step, zeros, operands(config.dk_span, cut_dk, do_16, delta, q_right))
     return dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale), dv

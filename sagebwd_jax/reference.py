@@ -5,11 +5,11 @@ memory, so that each line can be checked against the paper (arXiv 2603.02170, al
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sagebwd_jax._config import SageConfig
 
@@ -24,6 +24,8 @@ class Attended(NamedTuple):
     dq: Float[Array, "B T N H"]
     dk: Float[Array, "B S K H"]
     dv: Float[Array, "B S K H"]
+    # In the shape of the bias, None without one.
+    dbias: Float[Array, "..."] | None = None
 
 
 def exact_attention(
@@ -31,29 +33,117 @@ def exact_attention(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H"],
     *,
-    is_causal: bool = False,
+    bias: Float[Array, "..."] | None = None,
     scale: float | None = None,
+    **masks: Any,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """softmax(scale Q K^T) V and its log-sum-exp, in float32 whatever the inputs are.
+    """softmax(scale Q K^T + bias) V and its log-sum-exp, in float32 whatever the inputs are.
 
-    Causal is top-left: query i sees keys 0..i. A query that sees no key gets 0. `jax.vjp` of this is the oracle of the
-    gradients.
+    `masks` are the arguments of `visible_scores`. A query that sees no key gets 0 and -inf. `jax.vjp` of this is the
+    oracle of the gradients.
     """
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
-    visible = _visible(q.shape[1], k.shape[1], is_causal)
-    lse = jax.nn.logsumexp(jnp.where(visible, logits, -jnp.inf), axis=-1, keepdims=True)
+    visible = visible_scores(q, k, bias=bias, **masks)
+    if bias is not None:
+        logits = logits + _added(bias)
+    sees = visible.any(-1, keepdims=True)
+    logits = jnp.where(visible, logits, jnp.where(sees, -jnp.inf, 0.0))
+    lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     p = jnp.where(visible, jnp.exp(logits - lse), 0.0)
+    lse = jnp.where(sees, lse, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), lse[..., 0].swapaxes(1, 2)
 
 
-def exact_attention_and_grads(query, key, value, dout, *, is_causal=False, scale=None) -> Attended:
+def exact_attention_and_grads(query, key, value, dout, *, bias=None, scale=None, **masks) -> Attended:
     """`exact_attention` and the gradients of sum(dout * out)."""
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
-    (out, lse), vjp = jax.vjp(lambda *x: exact_attention(*x, is_causal=is_causal, scale=scale), q, k, v)
+
+    def attend(q, k, v, bias):
+        return exact_attention(q, k, v, bias=bias, scale=scale, **masks)
+
+    (out, lse), vjp = jax.vjp(attend, q, k, v, bias)
     return Attended(out, lse, *vjp((dout.astype(jnp.float32), jnp.zeros_like(lse))))
+
+
+def visible_scores(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    *,
+    is_causal: bool = False,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    query_seq_lengths: Int[Array, " B"] | None = None,
+    key_value_seq_lengths: Int[Array, " B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: Int[Array, "B T"] | None = None,
+    key_value_segment_ids: Int[Array, "B S"] | None = None,
+) -> Bool[Array, "b n T S"]:
+    """Which scores count. All conditions hold at once:
+
+    causal: j <= i; window (left, right): i - left <= j <= i + right; lengths: i and j are below theirs; segments: equal
+    ids; mask: True; bias: above -1e20, and above its type's least number.
+    """
+    queries, keys = query.shape[1], key.shape[1]
+    i, j = jnp.arange(queries)[None, None, :, None], jnp.arange(keys)[None, None, None, :]
+    seen = jnp.ones((1, 1, queries, keys), bool)
+    if is_causal:
+        seen = seen & (j <= i)
+    if local_window_size is not None:
+        pair = isinstance(local_window_size, tuple)
+        left, right = local_window_size if pair else (local_window_size, local_window_size)
+        seen = seen & (j >= i - left) & (j <= i + right)
+    if query_seq_lengths is not None:
+        seen = seen & (i < query_seq_lengths[:, None, None, None])
+    if key_value_seq_lengths is not None:
+        seen = seen & (j < key_value_seq_lengths[:, None, None, None])
+    if query_segment_ids is not None and key_value_segment_ids is not None:
+        seen = seen & (query_segment_ids[:, None, :, None] == key_value_segment_ids[:, None, None, :])
+    if mask is not None:
+        seen = seen & _four_axes(mask)
+    return seen if bias is None else seen & ~_hides(_four_axes(bias))
+
+
+def _four_axes(x):
+    """Mask or bias with the axes [b, n, t, s] that broadcasting would add."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _added(bias):
+    """What a bias adds to the logits that it does not hide, float32."""
+    bias = _four_axes(bias)
+    return jnp.where(_hides(bias), 0.0, bias.astype(jnp.float32))
+
+
+def _hides(bias):
+    """Where a bias stands for a mask."""
+    return (bias <= -1e20) | (bias == jnp.finfo(bias.dtype).min)
+
+
+def mean_keys(k: Float[Array, "B S K H"], together: Bool[Array, "B S S"]) -> Float[Array, "B S K H"]:
+    """What smoothing takes from each key: the mean of the keys it is together with; 0 for padding."""
+    count = jnp.maximum(together.sum(-1, dtype=jnp.float32), 1)
+    return _product("bst,btnh->bsnh", together, k) / count[..., None, None]
+
+
+def keys_together(query, key, masks) -> Bool[Array, "B S S"]:
+    """Which keys are smoothed by one mean: those of a segment that are not padding.
+
+    Padding is what lengths, segments, or a mask that is the same for all heads and queries (or keys), show to nobody.
+    """
+    mask, batch = masks.get("mask"), key.shape[0]
+    kept = {name: x for name, x in masks.items() if name not in ("is_causal", "local_window_size", "mask", "bias")}
+    if mask is not None:
+        mask = _four_axes(mask)
+        kept |= dict(mask=mask) if mask.shape[1] == 1 and 1 in mask.shape[2:] else {}
+    if not any(x is not None for x in kept.values()):
+        return jnp.ones((batch, key.shape[1], key.shape[1]), bool)
+    counts = jnp.broadcast_to(visible_scores(query, key, **kept).any(2)[:, 0], key.shape[:2])
+    ids = masks.get("key_value_segment_ids")
+    same = True if ids is None else ids[:, :, None] == ids[:, None, :]
+    return counts[:, :, None] & counts[:, None, :] & same
 
 
 def quantized_attention_and_grads(
@@ -62,22 +152,31 @@ def quantized_attention_and_grads(
     value: Float[Array, "B S K H"],
     dout: Float[Array, "B T N H"],
     *,
-    is_causal: bool = False,
+    bias: Float[Array, "..."] | None = None,
     scale: float | None = None,
     config: SageConfig | None = None,
+    **masks: Any,
 ) -> Attended:
     """What SageBwd computes: every value that an INT8 product reads is rounded to its grid, the sums are in float32.
 
+    `masks` are the arguments of `visible_scores`. What is padding (`keys_together`) is zero before anything else.
     Differs from the paper where `SageConfig` says so, and in delta, which uses O before it is rounded to 16 bits.
     """
     config = SageConfig() if config is None else config
     groups = query.shape[2] // key.shape[2]
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    visible = visible_scores(query, key, bias=bias, **masks)
+    sees = visible.any(-1, keepdims=True)
+    together = keys_together(query, key, masks)
+    padding = ~together.any(-1)[:, :, None, None]
+    key, value = (jnp.where(padding, jnp.zeros((), x.dtype), x) for x in (key, value))
+    mean = mean_keys(key, together)
+    seen_by_a_head = jnp.broadcast_to(visible, (key.shape[0], *visible.shape[1:])).any(1)
     # [B, N, time, H] from here on.
-    q, k, v, do = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key, value, dout))
+    q, k, v, do, mean = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key, value, dout, mean))
     q16, k16, v16, do16 = (_round_to_16_bits(x, query.dtype) for x in (q, k, v, do))
-    k, v, k16, v16 = (jnp.repeat(x, groups, axis=1) for x in (k, v, k16, v16))
-    k_smooth = k - k.mean(2, keepdims=True) if config.smooth_k else k
+    k, v, k16, v16, mean = (jnp.repeat(x, groups, axis=1) for x in (k, v, k16, v16, mean))
+    k_smooth = k - mean if config.smooth_k else k
 
     # Q takes the logits' scale in base 2 before it is rounded; dK gives log2(e) back.
     q_int8, q_scale = _quantize_rows(q * (scale * LOG2_E), config.query_scale, config.block_q)
@@ -86,10 +185,12 @@ def quantized_attention_and_grads(
         s = _product("bnth,bnsh->bnts", q16, k16) * (scale * LOG2_E)
     else:
         s = _product("bnth,bnsh->bnts", q_int8, k_int8) * q_scale * k_scale.swapaxes(2, 3)
-    visible = _visible(q.shape[2], k.shape[2], is_causal)
-    s = jnp.where(visible, s, -jnp.inf)
+    if bias is not None:
+        s = s + _added(bias) * LOG2_E
+    # A row that sees nothing has any finite log-sum-exp here, and P = 0.
+    s = jnp.where(visible, s, jnp.where(sees, -jnp.inf, 0.0))
     lse = _logsumexp2(s)
-    p = jnp.exp2(s - lse)
+    p = jnp.where(visible, jnp.exp2(s - lse), 0.0)
 
     out = _product("bnts,bnsh->bnth", *_operands_of_out(p, v, v16, query.dtype, config))
     delta = jnp.sum(do * out, axis=-1, keepdims=True)
@@ -115,9 +216,20 @@ def quantized_attention_and_grads(
 
     lse = lse / LOG2_E
     if config.smooth_k and "qk" not in config.sixteen_bit:
-        lse = lse + scale * _product("bnth,bnsh->bnts", q, k.mean(2, keepdims=True))
+        # All keys that a query sees have one mean.
+        any_key = jnp.argmax(seen_by_a_head, axis=-1)
+        lse = lse + scale * (q * jnp.take_along_axis(mean, any_key[:, None, :, None], axis=2)).sum(-1, keepdims=True)
+    lse = jnp.where(sees, lse, -jnp.inf)
+    dbias = None if bias is None else _sum_to(ds, bias.shape)
     dk, dv = (x.reshape(x.shape[0], -1, groups, *x.shape[2:]).sum(2) for x in (dk, dv))
-    return Attended(*(x.swapaxes(1, 2) for x in (out, lse[..., 0], dq, dk, dv)))
+    out, lse, dq, dk, dv = (x.swapaxes(1, 2) for x in (out, lse[..., 0], dq, dk, dv))
+    return Attended(out, lse, dq, dk, dv, dbias)
+
+
+def _sum_to(x, shape):
+    """The sum of [B, N, T, S] over the axes that broadcasting added to `shape`."""
+    full = (1,) * (4 - len(shape)) + tuple(shape)
+    return x.sum([axis for axis in range(4) if full[axis] == 1], keepdims=True).reshape(shape)
 
 
 def _operands_of_out(p, v, v16, dtype, config):
@@ -131,12 +243,6 @@ def _operands_of_out(p, v, v16, dtype, config):
         return _round_rows(p, config.pv_span), _round_blocks(v, config.pv_span)
     v_int8, v_scale = _quantize(v, axis=2)
     return _round_rows(p, config.pv_span), v_int8 * v_scale
-
-
-def _visible(query_length, key_length, is_causal):
-    """[T, S]: whether query t sees key s."""
-    rows, cols = jnp.arange(query_length)[:, None], jnp.arange(key_length)[None, :]
-    return rows >= cols if is_causal else jnp.ones((query_length, key_length), bool)
 
 
 def _product(axes, a, b):

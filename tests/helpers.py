@@ -55,16 +55,41 @@ def forward_and_backward(implementation, **options):
     return jax.jit(run)
 
 
-@functools.partial(jax.jit, static_argnames=("is_causal", "scale", "config"))
+@functools.partial(jax.jit, static_argnames=("is_causal", "scale", "config", "local_window_size"))
 def oracle(query, key, value, dout, **options):
     """The quantised algorithm in its dense form."""
     return quantized_attention_and_grads(query, key, value, dout, **options)
 
 
-@functools.partial(jax.jit, static_argnames=("is_causal", "scale"))
+@functools.partial(jax.jit, static_argnames=("is_causal", "scale", "local_window_size"))
 def exact(query, key, value, dout, **options):
     """Attention that is not quantised."""
     return exact_attention_and_grads(query, key, value, dout, **options)
+
+
+def attend_and_grads(implementation, query, key, value, dout, *, dlse=None, **options):
+    """`Attended` of one call with masks or a bias; arrays among the options are arguments of what is compiled."""
+    arrays = {name: x for name, x in options.items() if hasattr(x, "shape")}
+    static = tuple((name, x) for name, x in options.items() if name not in arrays)
+    return _attend_and_grads(query, key, value, dout, dlse, arrays, implementation, static)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _attend_and_grads(query, key, value, dout, dlse, arrays, implementation, static):
+    bias = arrays.pop("bias", None)
+    with using(implementation) as name:
+
+        def call(query, key, value, bias):
+            more = arrays | dict(static) | dict(implementation=name, return_residual=True)
+            return attention(query, key, value, bias, **more)
+
+        (out, lse), vjp = jax.vjp(call, query, key, value, bias)
+        return Attended(out, lse, *vjp((dout, jnp.zeros_like(lse) if dlse is None else dlse)))
+
+
+def without_empty_rows(attended):
+    """The same with a log-sum-exp of 0 where a query sees no key."""
+    return attended._replace(lse=jnp.where(attended.lse == -jnp.inf, 0.0, attended.lse))
 
 
 @functools.cache

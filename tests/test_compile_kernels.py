@@ -33,12 +33,12 @@ def fresh_traces():
     kernel_cost._trace.cache_clear()
 
 
-def problems(gpu, depth, causal, config, kernels):
+def problems(gpu, depth, causal, config, kernels, masks=None):
     """What keeps each of these kernels from running well, by name."""
     found = {}
     for kernel in kernels:
         try:
-            cost = compile_kernel(gpu, kernel, depth, causal, config)
+            cost = compile_kernel(gpu, kernel, depth, causal, config, masks)
         except CompilerRefusal as refusal:
             found[kernel] = str(refusal)
             continue
@@ -57,6 +57,29 @@ def test_attention_kernels_fit_without_spills(gpu, preset, depth, causal):
     names = set(kernel_names(gpu, depth, causal, PRESETS[preset])) & set(ATTENTION)
     assert {"forward", "grad_q"} < names
     assert problems(gpu, depth, causal, PRESETS[preset], names) == {}
+
+
+def masked_kernels_fit(gpu, preset, depth, masks):
+    names = set(kernel_names(gpu, depth, True, PRESETS[preset], masks)) & set(ATTENTION)
+    assert {"forward", "grad_q"} < names
+    assert problems(gpu, depth, True, PRESETS[preset], names, masks) == {}
+
+
+# One kind of masks for each generation, at the depth that is tight; all combinations take minutes.
+@pytest.mark.parametrize(
+    ("gpu", "masks"), [("a100", "segments"), ("rtx4090", "bias"), ("h200", "mask"), ("rtx5090", "window")]
+)
+def test_kernels_with_masks_fit_without_spills(gpu, masks):
+    masked_kernels_fit(gpu, "default", 128, masks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masks", ["window", "segments", "mask", "bias"])
+@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("gpu", SHARED_LIMITS)
+def test_all_kernels_with_masks_fit_without_spills(gpu, preset, depth, masks):
+    masked_kernels_fit(gpu, preset, depth, masks)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,0 +1,85 @@
+"""Segments of packed sequences: which key belongs to which, and the mean key of each, in sums whose order is fixed.
+
+A canonical segment id is the index of the segment's first key, so that ids are unique, grow along packed documents
+whatever the user's ids are, and lead to a key of the segment. A negative id is shared with nothing: LONE_QUERY is a
+query's, LONE_KEY a key's.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+# Unequal, so that neither sees the other.
+LONE_QUERY = -1
+LONE_KEY = -2
+
+
+def canonical_segments(
+    query_ids: Int[Array, "B T"] | None,
+    key_ids: Int[Array, "B S"] | None,
+    query_counts: Bool[Array, "B T"],
+    key_counts: Bool[Array, "B S"],
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B S"]]:
+    """Canonical ids of queries and keys, of any user's ids (None: one segment) and of what counts at all.
+
+    A query whose segment has no key that counts, and a key whose segment has no such query, get a negative id.
+    """
+    if query_ids is None or key_ids is None:
+        first = jnp.argmax(key_counts, axis=1, keepdims=True).astype(jnp.int32)
+        queries = jnp.where(query_counts & key_counts.any(1, keepdims=True), first, LONE_QUERY)
+        return queries, jnp.where(key_counts & query_counts.any(1, keepdims=True), first, LONE_KEY)
+    find = jax.vmap(_find)
+    first_key, has_key = find(key_ids, key_counts, query_ids)
+    own_first, _ = find(key_ids, key_counts, key_ids)
+    _, has_query = find(query_ids, query_counts, key_ids)
+    queries = jnp.where(query_counts & has_key, first_key, LONE_QUERY)
+    return queries, jnp.where(key_counts & has_query, own_first, LONE_KEY)
+
+
+def _find(ids, counts, wanted):
+    """Of each wanted id: the first index at which `ids` [time] has it and counts, and whether there is one."""
+    hidden, ids, order = lax.sort((~counts, ids, jnp.arange(ids.shape[0], dtype=jnp.int32)), num_keys=2)
+    # Those that do not count come last, and no search may stop at them.
+    ids = jnp.where(hidden, jnp.iinfo(ids.dtype).max, ids)
+    place = jnp.minimum(jnp.searchsorted(ids, wanted), ids.shape[0] - 1)
+    return order[place], (ids[place] == wanted) & ~hidden[place]
+
+
+def key_means(key: Float[Array, "B S K H"], segments: Int32[Array, "B S"]) -> Float32[Array, "B S K H"]:
+    """The mean key of each key's segment; 0 for a key without one.
+
+    Not by adding at computed places: the order of such a sum varies on a GPU. Keys are sorted by segment and summed by
+    a scan that starts anew with each segment, so nothing crosses from one to another.
+    """
+    order = jnp.argsort(segments, axis=1, stable=True)
+    ids = jnp.take_along_axis(segments, order, axis=1)
+    changes = ids[:, 1:] != ids[:, :-1]
+    edge = jnp.ones_like(ids[:, :1], dtype=bool)
+    starts, ends = jnp.concatenate([edge, changes], axis=1), jnp.concatenate([changes, edge], axis=1)
+    places = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
+    start = lax.cummax(jnp.where(starts, places, 0), axis=1)
+    end = lax.cummin(jnp.where(ends, places, ids.shape[1]), axis=1, reverse=True)
+    keys = jnp.take_along_axis(key.astype(jnp.float32), order[..., None, None], axis=1)
+    _, sums = lax.associative_scan(_add_within_segment, (starts[..., None, None], keys), axis=1)
+    own = jnp.argsort(order, axis=1)
+    count = jnp.take_along_axis(end - start + 1, own, axis=1)
+    total = jnp.take_along_axis(sums, jnp.take_along_axis(end, own, axis=1)[..., None, None], axis=1)
+    mean = total / count[..., None, None].astype(jnp.float32)
+    return jnp.where((segments >= 0)[..., None, None], mean, 0.0)
+
+
+def _add_within_segment(left, right):
+    """(holds a start, sum since the last start) of two neighbouring stretches."""
+    return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+
+def query_means(means: Float32[Array, "B S K H"], segments: Int32[Array, "B T"]) -> Float32[Array, "B T K H"]:
+    """`key_means` of each query's segment; 0 for a query without one."""
+    mean = jnp.take_along_axis(means, jnp.maximum(segments, 0)[..., None, None], axis=1)
+    return jnp.where((segments >= 0)[..., None, None], mean, 0.0)
+
+
+def clear_padding(x: Float[Array, "B time N H"], segments: Int32[Array, "B time"]) -> Float[Array, "B time N H"]:
+    """Zero the tokens without a segment, whatever they hold."""
+    return jnp.where((segments >= 0)[..., None, None], x, jnp.zeros((), x.dtype))
