@@ -29,9 +29,11 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     kv_heads, span = k.shape[1], spec.config.pv_span
     rows = layout.groups * GROUP
 
+    grid = (batch, heads, pl.cdiv(queries, rows))
+
     def here():
         """(batch, head, its key head, first query) of this block, and how many tiles of keys its queries see."""
-        b, n, tile = launch.program()
+        b, n, tile = launch.program(grid)
         # Causal blocks with the most keys first: a shorter tail of the launch.
         tile = pl.cdiv(queries, rows) - 1 - tile if spec.is_causal else tile
         count = jnp.int32(pl.cdiv(spec.key_length, span))
@@ -109,7 +111,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
         compute,
         copy,
         "sagebwd_forward",
-        (batch, heads, pl.cdiv(queries, rows)),
+        grid,
         [q, k, v, q_scale, k_scale, v_scale],
         shapes[: 2 + 2 * keep_out],
         [

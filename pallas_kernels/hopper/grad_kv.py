@@ -53,9 +53,11 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
     own = dict(k=ops.k) | (dict(v=ops.v) if want_dk else {})
     names = (*own, *streams, *vectors)
 
+    grid = (batch, kv_heads, pl.cdiv(keys, rows))
+
     def here():
         """(batch, key head, first key) of this block, the first tile of queries that sees one, and tiles a head."""
-        b, n, tile = launch.program()
+        b, n, tile = launch.program(grid)
         first = jnp.minimum(lax.div(tile * rows, jnp.int32(span)), tiles) if spec.is_causal else jnp.int32(0)
         return b, n, tile * rows, first, jnp.int32(tiles) - first
 
@@ -134,7 +136,7 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
         compute,
         copy,
         "sagebwd_grad_" + "k" * want_dk + "v" * want_dv,
-        (batch, kv_heads, pl.cdiv(keys, rows)),
+        grid,
         [*own.values(), *streams.values(), *vectors.values(), ops.k_scale, ops.poison],
         [jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)] * (want_dk + want_dv),
         [

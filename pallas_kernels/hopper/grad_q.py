@@ -23,9 +23,11 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
     rows = layout.groups * GROUP
     right = ops.k_turned if int8 else ops.k_16
 
+    grid = (batch, heads, pl.cdiv(queries, rows))
+
     def here():
         """(batch, head, its key head, first query) of this block, and how many tiles of keys its queries see."""
-        b, n, tile = launch.program()
+        b, n, tile = launch.program(grid)
         # Causal blocks with the most keys first: a shorter tail of the launch.
         tile = pl.cdiv(queries, rows) - 1 - tile if spec.is_causal else tile
         count = jnp.int32(pl.cdiv(spec.key_length, span))
@@ -112,7 +114,7 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
         compute,
         copy,
         "sagebwd_grad_q",
-        (batch, heads, pl.cdiv(queries, rows)),
+        grid,
         [ops.q, ops.k, ops.v, ops.dout, right, ops.q_scale, ops.k_scale, ops.lse, ops.delta],
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
         [
