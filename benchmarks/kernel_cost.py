@@ -113,10 +113,10 @@ def _trace(gpu, depth, causal, config) -> _Trace:
         return _Trace(mesh, single_kernels(*both_passes(case, config)), _tile_areas(call_spec(case, config), depth))
 
 
-def _topology(description):
-    """One GPU of this description, as JAX's ahead-of-time compiler knows it."""
+def _topology(description, topology="1x1x1"):
+    """One GPU of this description, or as many as the topology says, as JAX's ahead-of-time compiler knows it."""
     try:
-        return topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
+        return topologies.get_topology_desc(platform="cuda", target_config=description, topology=topology)
     except NotImplementedError as error:
         raise RuntimeError(
             "JAX has no CUDA compiler in this process: install jax[cuda13-local], and import benchmarks.kernel_cost "

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
+_capability: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("capability", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +59,21 @@ def is_interpreted() -> bool:
     return _interpreted.get()
 
 
+def keep_target(function):
+    """`function`, to be traced later for what kernels are traced for now."""
+    context = contextvars.copy_context()
+    context.run(_capability.set, target_capability())
+    return lambda *args: context.copy().run(function, *args)
+
+
 def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_warps, num_stages):
     """Run `kernel` over `grid`, whose first axis moves fastest: neighbours share what they read of one head."""
     # The kernel's function name is what a profiler shows.
     kernel.__name__ = name
+    # In a `shard_map` that checks types, a result varies over the mesh axes that an input varies over.
+    if varying := frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs)):
+        varies = jax.sharding.ManualAxisType(varying=varying)
+        out_shapes = jax.tree.map(lambda x: x.update(manual_axis_type=varies), out_shapes)
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -137,6 +149,8 @@ _CAPABILITIES = {
 
 def target_capability() -> tuple[int, int] | None:
     """Compute capability of the NVIDIA GPU that calls are compiled for, or None if there is none."""
+    if _capability.get() is not None:
+        return _capability.get()
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         names = [name for name in _CAPABILITIES if re.search(rf"\b{name}\b", described.device_kind)]

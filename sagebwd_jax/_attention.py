@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import launch, steps
+from sagebwd_jax import _sharding
 from sagebwd_jax._config import LENGTH_MULTIPLE, CallSpec, SageConfig
 from sagebwd_jax._vjp import attention_core, mean_logits
 
@@ -112,7 +113,7 @@ def _attend(query, key, value, scale, is_causal, implementation, with_lse, confi
         differentiates_lse=with_lse,
         config=config,
     )
-    query, key, value = _pad(query), _pad(key), _pad(value)
+    query, key, value = (_pad(x) for x in _sharding.align(query, key, value))
     out, lse = attention_core(query, key, value, spec)
     lse = lse / steps.LOG2_E
     if with_lse and config.smooth_k:

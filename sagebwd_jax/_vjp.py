@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import launch
+from sagebwd_jax import _sharding
 from sagebwd_jax._config import CallSpec
 
 
@@ -43,9 +44,14 @@ def _run_compiled(operands, function, spec, static, interpreted):
     del interpreted
     choices = dict(triton=getattr(triton, function), xla=getattr(xla, function))
     choices = {name: functools.partial(f, spec=spec, **dict(static)) for name, f in choices.items()}
-    if spec.implementation is not None:
-        return choices[spec.implementation](*operands)
-    return lax.platform_dependent(*operands, cuda=choices["triton"], default=choices["xla"])
+    kernels = _sharding.partitioned(choices["triton"], function)
+
+    def run(*operands):
+        if spec.implementation is not None:
+            return choices["xla"](*operands) if spec.implementation == "xla" else kernels(*operands)
+        return lax.platform_dependent(*operands, cuda=kernels, default=choices["xla"])
+
+    return _sharding.over_mesh(run, function)(*operands)
 
 
 def _core(query, key, value, spec: CallSpec):

@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels import steps
 from pallas_kernels.attention import to_16_bits
-from sagebwd_jax import _quantize
+from sagebwd_jax import _quantize, _sharding
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 
@@ -91,6 +91,11 @@ def _dot(axes, a, b):
     return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
 
 
+def _scan(step, start, operands):
+    """lax.scan whose start has the type of what the step makes of it, also in a `shard_map`."""
+    return lax.scan(step, _sharding.vary_alike(start, operands)[0], operands)
+
+
 def _group(x, kv_heads):
     """[B, N, ...] -> [B, K, N / K, ...]: the query heads of each key head."""
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
@@ -152,7 +157,7 @@ def _softmax_scan(q, k, value, q_scale, k_scale, spec):
     firsts = jnp.arange(0, k.shape[2], span)
     k_scale_spans = None if k_scale is None else _spans(_scale_a_key(k_scale, k), 2, span)
     operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), span_scales
-    (out, _, shift, total), _ = lax.scan(step, start, operands)
+    (out, _, shift, total), _ = _scan(step, start, operands)
     out = out / total[..., None]
     if channel_scale is not None:
         out = out * channel_scale[:, :, None, None]
@@ -206,7 +211,7 @@ def _grad_q_scan(r, dout, delta, spec):
     k_right = r.k_int8 if int8 else r.k_smooth_16
     firsts = jnp.arange(0, k.shape[2], config.dq_span)
     operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right)
-    dq, _ = lax.scan(step, jnp.zeros(q.shape, jnp.float32), operands)
+    dq, _ = _scan(step, jnp.zeros(q.shape, jnp.float32), operands)
     return dq.reshape(shape) * spec.scale
 
 
@@ -256,6 +261,6 @@ def _grad_kv_scan(r, dout, delta, spec):
     else:
         do_operands = do_16, None
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
-    dv, _ = lax.scan(dv_step, zeros, operands(config.dv_span, *do_operands))
-    dk, _ = lax.scan(dk_step, zeros, operands(config.dk_span, do_16, delta, q_right))
+    dv, _ = _scan(dv_step, zeros, operands(config.dv_span, *do_operands))
+    dk, _ = _scan(dk_step, zeros, operands(config.dk_span, do_16, delta, q_right))
     return dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale), dv

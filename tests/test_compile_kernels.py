@@ -1,12 +1,19 @@
 """Every kernel that the default and the mixed preset launch fits the GPUs it is meant for, without one being there."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import kernel_cost
+from benchmarks.gpu_targets import TARGETS
 from benchmarks.kernel_cost import CompilerRefusal, compile_kernel, kernel_names
 from pallas_kernels import tiles
 from pallas_kernels.launch import Tile
-from sagebwd_jax import SageConfig
+from sagebwd_jax import SageConfig, attention
 
 pytestmark = pytest.mark.compile
 
@@ -90,3 +97,45 @@ def test_a_tile_that_needs_too_many_registers_spills(fresh_traces, monkeypatch):
 def test_a_kernel_that_is_not_launched_is_named():
     with pytest.raises(ValueError, match="grad_kv.* is not launched .*grad_k"):
         compile_kernel("h200", "grad_kv", 64, False, SageConfig.faithful())
+
+
+class TestSeveralGpus:
+    """Both passes over two GPUs: every kernel works on its own part, under plain jit and in a checked shard_map."""
+
+    @pytest.fixture
+    def mesh(self):
+        devices = kernel_cost._topology(TARGETS["h200"].description(), "1x2x1").devices
+        return Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
+
+    def compile(self, mesh, function, *specs, kv_heads=2):
+        query, key = (jax.ShapeDtypeStruct((2, 256, heads, 64), jnp.bfloat16) for heads in (4, kv_heads))
+        placed = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            for x, spec in zip((query, key, key, query), specs, strict=True)
+        ]
+        # One device's abstract mesh says which GPU; without it nothing does.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(function).lower(*placed).compile().as_text()
+
+    def both_passes(self, query, key, value, dout):
+        out, vjp = jax.vjp(lambda *x: attention(*x, implementation="triton", is_causal=True), query, key, value)
+        return out, *vjp(dout)
+
+    @pytest.mark.parametrize(("spec", "part"), [(P("x"), "1,256,4,64"), (P(None, None, "x"), "2,256,2,64")])
+    def test_plain_jit_gathers_nothing(self, mesh, spec, part):
+        text = self.compile(mesh, self.both_passes, *[spec] * 4)
+        assert re.search(rf"\(bf16\[{part}\][^=]*\) custom-call\([^\n]*sagebwd_forward", text)
+        assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+    def test_shard_map_with_its_checks(self, mesh):
+        # One key head for both GPUs: its gradient is the sum over them, and nothing else is sent.
+        heads, whole = P(None, None, "x"), P()
+        run = jax.shard_map(
+            self.both_passes,
+            mesh=mesh.abstract_mesh,
+            in_specs=(heads, whole, whole, heads),
+            out_specs=(heads, heads, whole, whole),
+        )
+        text = self.compile(mesh, run, heads, whole, whole, heads, kv_heads=1)
+        assert "sagebwd_forward" in text and "all-reduce" in text
+        assert not re.search(r"all-gather|all-to-all|collective-permute", text)
