@@ -53,8 +53,11 @@ def to_16_bits(x):
     return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
 
 
-def forward(query, key, value, *, spec: CallSpec, keep: bool):
-    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
+def forward(query, key, value, mean=None, *, spec: CallSpec, keep: bool):
+    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form.
+
+    `mean` [B, K, H] is what smoothing takes from K, if it is not the mean of these keys.
+    """
     config = spec.config
     q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
@@ -66,11 +69,12 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
     keep_smooth = keep and not spec.uses_int8("dq")
     uses_smooth = spec.uses_int8("qk") or keep
     by_channel = spec.uses_int8("pv") and config.value_scale == "channel"
-    mean = absmax = None
-    if (uses_smooth and config.smooth_k) or by_channel:
-        mean, absmax = channel_statistics(
-            key if uses_smooth and config.smooth_k else None, value if by_channel else None, length=spec.key_length
+    needs_mean, absmax = uses_smooth and config.smooth_k and mean is None, None
+    if needs_mean or by_channel:
+        own_mean, absmax = channel_statistics(
+            key if needs_mean else None, value if by_channel else None, length=spec.key_length
         )
+        mean = own_mean if mean is None else mean
     if uses_smooth:
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale, *rest = quantize_tokens(

@@ -18,13 +18,12 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import launch
-from sagebwd_jax._residuals import Residuals
 
 # The axes of what each function of an implementation reads and returns: B batch, N query heads, K key heads; all others
-# stay on one device. None: a Residuals, whose fields declare theirs.
+# stay on one device. None: a dataclass, whose fields declare theirs.
 _QUERY, _KEY, _LSE = "B T N H", "B S K H", "B N T"
 _AXES: dict[str, tuple[tuple, tuple]] = dict(
-    forward=((_QUERY, _KEY, _KEY), (_QUERY, _LSE, None)),
+    forward=((_QUERY, _KEY, _KEY, "B K H"), (_QUERY, _LSE, None)),
     mean_logits=((_QUERY, _KEY), (_LSE, "B K H")),
     backward=((None, _QUERY, _LSE), (_QUERY, _KEY, _KEY)),
 )
@@ -114,20 +113,20 @@ def _mesh(arrays) -> jax.sharding.AbstractMesh:
 
 
 @functools.cache
-def _residual_axes() -> dict[str, str]:
-    """The axes that each field of Residuals declares."""
-    declared = typing.get_type_hints(Residuals)
-    arrays = {name: (typing.get_args(kind) or (kind,))[0] for name, kind in declared.items()}
-    return {name: array.dim_str for name, array in arrays.items()}
+def _declared_axes(kind) -> dict[str, str]:
+    """The axes that each field of this dataclass of arrays declares. Lower case, which stands for an axis that may have
+    length 1, counts as upper case."""
+    hints = {name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(kind).items()}
+    return {name: array.dim_str.upper() for name, (array, *_) in hints.items()}
 
 
 def _axes(values, declared: tuple) -> list[list[str]]:
-    """The names of the axes of each leaf of `values`, a tuple of arrays, Residuals and None."""
+    """The names of the axes of each leaf of `values`, of which each is None, an array, or a dataclass of arrays."""
     found = []
-    for value, axes in zip(values, declared, strict=True):
-        if isinstance(value, Residuals):
+    for value, axes in zip(values, declared[: len(values)], strict=True):
+        if dataclasses.is_dataclass(value):
             fields = [field.name for field in dataclasses.fields(value)]
-            found += [_residual_axes()[name] for name in fields if getattr(value, name) is not None]
+            found += [_declared_axes(type(value))[name] for name in fields if getattr(value, name) is not None]
         elif value is not None:
             found.append(axes)
     return [x.split() for x in found]

@@ -14,8 +14,11 @@ from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 
 
-def forward(query, key, value, *, spec: CallSpec, keep: bool):
-    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form."""
+def forward(query, key, value, mean=None, *, spec: CallSpec, keep: bool):
+    """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form.
+
+    `mean` [B, K, H] is what smoothing takes from K, if it is not the mean of these keys.
+    """
     config = spec.config
     q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
@@ -24,8 +27,10 @@ def forward(query, key, value, *, spec: CallSpec, keep: bool):
         q_int8, q_scale = _quantize.quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
         q_scale = jnp.repeat(q_scale, block, axis=2)
     if spec.uses_int8("qk") or keep:
-        mean = _quantize.key_mean(key, spec.key_length)[:, None] if config.smooth_k else 0.0
-        k_smooth = _quantize.clear_padding(key.astype(jnp.float32) - mean, spec.key_length)
+        k_smooth = key.astype(jnp.float32)
+        if config.smooth_k:
+            k_smooth = k_smooth - (_quantize.key_mean(key, spec.key_length) if mean is None else mean)[:, None]
+        k_smooth = _quantize.clear_padding(k_smooth, spec.key_length)
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale = _quantize.quantize_tokens(k_smooth, block=block, length=spec.key_length)
         k_smooth_16 = k_smooth.swapaxes(1, 2).astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None

@@ -215,7 +215,7 @@ assert {x for x in vars(sagebwd_jax) if not x.startswith("_")} == PUBLIC, vars(s
 
 
 def test_import_is_light_and_touches_no_device():
-    code = f"PUBLIC = {{'RESIDUAL_NAMES', 'SageConfig', 'attention'}}{IMPORT}"
+    code = f"PUBLIC = {{'RESIDUAL_NAMES', 'SageConfig', 'attention', 'ring_attention'}}{IMPORT}"
     environment = dict(PYTHONPATH=str(Path(__file__).parents[1]), JAX_PLATFORMS="cpu")
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
