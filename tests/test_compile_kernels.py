@@ -1,5 +1,6 @@
 """Every kernel that the default and the mixed preset launch fits the GPUs it is meant for, without one being there."""
 
+import functools
 import re
 
 import jax
@@ -13,7 +14,7 @@ from benchmarks.gpu_targets import TARGETS
 from benchmarks.kernel_cost import CompilerRefusal, compile_kernel, kernel_names
 from pallas_kernels import tiles
 from pallas_kernels.launch import Tile
-from sagebwd_jax import SageConfig, attention
+from sagebwd_jax import SageConfig, attention, ring_attention
 
 pytestmark = pytest.mark.compile
 
@@ -117,14 +118,15 @@ class TestSeveralGpus:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jax.jit(function).lower(*placed).compile().as_text()
 
-    def both_passes(self, query, key, value, dout):
-        out, vjp = jax.vjp(lambda *x: attention(*x, implementation="triton", is_causal=True), query, key, value)
+    def both_passes(self, query, key, value, dout, function=attention, **options):
+        call = functools.partial(function, implementation="triton", is_causal=True, **options)
+        out, vjp = jax.vjp(call, query, key, value)
         return out, *vjp(dout)
 
-    @pytest.mark.parametrize(("spec", "part"), [(P("x"), "1,256,4,64"), (P(None, None, "x"), "2,256,2,64")])
-    def test_plain_jit_gathers_nothing(self, mesh, spec, part):
-        text = self.compile(mesh, self.both_passes, *[spec] * 4)
-        assert re.search(rf"\(bf16\[{part}\][^=]*\) custom-call\([^\n]*sagebwd_forward", text)
+    def test_plain_jit_gathers_nothing(self, mesh):
+        text = self.compile(mesh, self.both_passes, *[P(None, None, "x")] * 4)
+        # Two of four query heads.
+        assert re.search(r"\(bf16\[2,256,2,64\][^=]*\) custom-call\([^\n]*sagebwd_forward", text)
         assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
 
     def test_shard_map_with_its_checks(self, mesh):
@@ -139,3 +141,12 @@ class TestSeveralGpus:
         text = self.compile(mesh, run, heads, whole, whole, heads, kv_heads=1)
         assert "sagebwd_forward" in text and "all-reduce" in text
         assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+
+    def test_ring_does_not_attend_again_in_the_backward_pass(self, mesh):
+        time = P(None, "x")
+        run = functools.partial(self.both_passes, function=ring_attention, axis_name="x")
+        run = jax.shard_map(run, mesh=mesh.abstract_mesh, in_specs=(time,) * 4, out_specs=(time,) * 4)
+        text = self.compile(mesh, run, *[time] * 4)
+        # A device's own part, and the loop over the others.
+        for kernel in ("forward", "grad_q", "grad_k", "grad_v"):
+            assert len(re.findall(rf"custom-call\([^\n]*sagebwd_{kernel}\b", text)) == 2, kernel
