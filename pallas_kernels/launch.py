@@ -67,7 +67,18 @@ def keep_target(function):
 
 
 def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_warps, num_stages):
-    """Run `kernel` over `grid`, whose first axis moves fastest: neighbours share what they read of one head."""
+    """Run `kernel` over `grid`, whose first axis moves fastest: neighbours share what they read of one head.
+
+    Pallas folds axes of more than 65535 programs into the first.
+    """
+    for x in [*inputs, *jax.tree.leaves(out_shapes)]:
+        # Pallas takes 64-bit offsets from 2^32 bytes on. Below, an element of one byte can lie further than a signed
+        # 32-bit offset reaches, which then is negative (seen in PTX as cvt.s64.s32).
+        if x.dtype.itemsize == 1 and 2**31 < x.size <= 2**32:
+            raise NotImplementedError(
+                f"{name} has an INT8 tensor of shape {x.shape}: accepted are up to 2^31 elements, or more than 2^32;"
+                " split the batch or the heads"
+            )
     # The kernel's function name is what a profiler shows.
     kernel.__name__ = name
     # In a `shard_map` that checks types, a result varies over the mesh axes that an input varies over.

@@ -13,7 +13,7 @@ from sagebwd_jax._vjp import attention_core, mean_logits
 
 DTYPES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS = ("triton", "xla")
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 
 def attention(

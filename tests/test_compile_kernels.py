@@ -6,12 +6,16 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import kernel_cost
+from benchmarks.cases import Case
 from benchmarks.gpu_targets import TARGETS
 from benchmarks.kernel_cost import CompilerRefusal, compile_kernel, kernel_names
+from benchmarks.methods import both_passes
+from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
 from pallas_kernels.launch import Tile
 from sagebwd_jax import SageConfig, attention, ring_attention
@@ -71,6 +75,31 @@ def test_quantisation_kernels_fit_without_spills(gpu, depth, preset):
     names = set(kernel_names(gpu, depth, False, PRESETS[preset])) - set(ATTENTION)
     assert "quantize_tokens" in names
     assert problems(gpu, depth, False, PRESETS[preset], names) == {}
+
+
+# One GPU in every run: the least shared memory, and no registers to spare.
+@pytest.mark.parametrize("gpu", [pytest.param(x, marks=[pytest.mark.slow] * (x != "rtx3090")) for x in SHARED_LIMITS])
+def test_wide_heads_fit_without_spills(gpu):
+    for config in PRESETS.values():
+        names = set(kernel_names(gpu, 256, True, config))
+        kernels = names if config == SageConfig() else {"grad_kv", "grad_q"}
+        assert problems(gpu, 256, True, config, kernels) == {}
+
+
+def test_more_heads_than_a_grid_axis_has_programs(tmp_path):
+    # CUDA has 65535 of them along the second and third axis, and 2^31 - 1 along the first.
+    mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["h200"].description()), (1,), ("x",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = Case(depth=32, length=128, causal=False, batch=70000, heads=1)
+        kernels = single_kernels(*both_passes(case, SageConfig()))
+    for kernel in ("forward", "statistics"):
+        folder = tmp_path / kernel
+        folder.mkdir()
+        kernel_cost._compile(*kernels[kernel], mesh, folder)
+        [sequence] = folder.glob("*thunk_sequence.txt")
+        [grid] = re.findall(rf"sagebwd_{kernel} grid: \[([^]]+)\]", sequence.read_text())
+        programs, *rest = map(int, grid.split(","))
+        assert programs >= 70000 and rest == [1, 1]
 
 
 def test_shared_memory_is_what_the_kernel_turns_around_in_it():
