@@ -85,7 +85,7 @@ def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_war
     if varying := frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs)):
         varies = jax.sharding.ManualAxisType(varying=varying)
         out_shapes = jax.tree.map(lambda x: x.update(manual_axis_type=varies), out_shapes)
-    return pl.pallas_call(
+    launch = pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=in_specs,
@@ -94,7 +94,10 @@ def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_war
         name=name,
         interpret=is_interpreted(),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-    )(*inputs)
+    )
+    # In JAX's 64-bit mode the kernels' Python numbers would be of 64 bits, program ids not, and some sums of both fail.
+    with jax.enable_x64(False):
+        return launch(*inputs)
 
 
 def inline_ptx(code, constraints, args, dtype, *, pack=1):

@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
@@ -127,6 +128,19 @@ def test_a_tile_that_needs_too_many_registers_spills(fresh_traces, monkeypatch):
 def test_a_kernel_that_is_not_launched_is_named():
     with pytest.raises(ValueError, match="grad_kv.* is not launched .*grad_k"):
         compile_kernel("h200", "grad_kv", 64, False, SageConfig.faithful())
+
+
+def test_export_needs_one_check_disabled():
+    mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["h200"].description()), (1,), ("x",))
+    function = jax.jit(functools.partial(attention, implementation="triton"))
+    inputs = [jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)] * 3
+    check = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with pytest.raises(ValueError, match="triton"):
+            jax.export.export(function, platforms=["cuda"])(*inputs)
+        exported = jax.export.export(function, platforms=["cuda"], disabled_checks=[check])(*inputs)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert loaded.platforms == ("cuda",) and [x.shape for x in loaded.out_avals] == [(2, 256, 4, 64)]
 
 
 class TestSeveralGpus:

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import cosine, normal, relative_error
 
-from sagebwd_jax import SageConfig
+from sagebwd_jax import RESIDUAL_NAMES, SageConfig
 from sagebwd_jax.flax import _adapters, attention_fn
 
 HEADS, WIDTH = 4, 64
@@ -181,6 +181,32 @@ class TestRefused:
         q = normal(0, 1, 5, HEADS, 16)
         with pytest.raises(TypeError, match="softcap"):
             SAGE(q, q, q, softcap=30.0)
+
+
+class Layer(nn.Module):
+    """A residual layer in the form that linen's scan takes."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        attend = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=functools.partial(SAGE, is_causal=True))
+        return x + attend(x), None
+
+
+def test_gradients_of_scanned_layers_do_not_depend_on_remat():
+    x = x_of(1)
+
+    def gradients(layer):
+        layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)()
+        params = Layer().init(jax.random.key(0), x, None)["params"]
+        stacked = jax.tree.map(lambda p: jnp.stack([p * (1 + 0.1 * i) for i in range(4)]), params)
+        return jax.jit(jax.grad(lambda p: jnp.sum(layers.apply({"params": p}, x, None)[0] ** 2)))(stacked)
+
+    plain = gradients(Layer)
+    for policy in (None, jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)):
+        for a, b in zip(
+            jax.tree.leaves(gradients(nn.remat(Layer, policy=policy))), jax.tree.leaves(plain), strict=True
+        ):
+            assert relative_error(a, b) <= 1e-5
 
 
 class TestInit:
