@@ -129,10 +129,10 @@ def _trace(gpu, depth, causal, config, masks=None) -> _Trace:
         return _Trace(mesh, kernels, _scores_a_thread(call_spec(case, config), case, visibility))
 
 
-def _topology(description):
-    """One GPU of this description, as JAX's ahead-of-time compiler knows it."""
+def _topology(description, topology="1x1x1"):
+    """One GPU of this description, or as many as the topology says, as JAX's ahead-of-time compiler knows it."""
     try:
-        return topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
+        return topologies.get_topology_desc(platform="cuda", target_config=description, topology=topology)
     except NotImplementedError as error:
         raise RuntimeError(
             "JAX has no CUDA compiler in this process: install jax[cuda13-local], and import benchmarks.kernel_cost "

@@ -61,10 +61,11 @@ def to_16_bits(x):
     return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
 
 
-def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
+def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, keep: bool):
     """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form.
 
     `visibility` (sagebwd_jax/_masks.py) is None for a plain call. A query that sees no key has O = 0 and NO_QUERY.
+    `mean` [B, K, H] is what smoothing takes from K, if it is not the mean of these keys; without segments only.
     """
     config = spec.config
     q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
@@ -77,16 +78,16 @@ def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
     keep_smooth = keep and not spec.uses_int8("dq")
     uses_smooth = spec.uses_int8("qk") or keep
     by_channel = spec.uses_int8("pv") and config.value_scale == "channel"
-    smooths = uses_smooth and config.smooth_k
-    mean = absmax = None
+    needs_mean, absmax = uses_smooth and config.smooth_k and mean is None, None
     smooth_key = key
-    if smooths and visibility is not None and visibility.key_segments is not None:
+    if needs_mean and visibility is not None and visibility.key_segments is not None:
         means = _segments.key_means(key, visibility.key_segments)
-        smooth_key, smooths = key.astype(jnp.float32) - means, False
-    if smooths or by_channel:
-        mean, absmax = channel_statistics(
-            key if smooths else None, value if by_channel else None, length=spec.key_length
+        smooth_key, needs_mean = key.astype(jnp.float32) - means, False
+    if needs_mean or by_channel:
+        own_mean, absmax = channel_statistics(
+            key if needs_mean else None, value if by_channel else None, length=spec.key_length
         )
+        mean = own_mean if mean is None else mean
     if uses_smooth:
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale, *rest = quantize_tokens(

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
+_capability: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("capability", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,33 @@ def is_interpreted() -> bool:
     return _interpreted.get()
 
 
+def keep_target(function):
+    """`function`, to be traced later for what kernels are traced for now."""
+    context = contextvars.copy_context()
+    context.run(_capability.set, target_capability())
+    return lambda *args: context.copy().run(function, *args)
+
+
 def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_warps, num_stages):
-    """Run `kernel` over `grid`, whose first axis moves fastest: neighbours share what they read of one head."""
+    """Run `kernel` over `grid`, whose first axis moves fastest: neighbours share what they read of one head.
+
+    Pallas folds axes of more than 65535 programs into the first.
+    """
+    for x in [*inputs, *jax.tree.leaves(out_shapes)]:
+        # Pallas takes 64-bit offsets from 2^32 bytes on. Below, an element of one byte can lie further than a signed
+        # 32-bit offset reaches, which then is negative (seen in PTX as cvt.s64.s32).
+        if x.dtype.itemsize == 1 and 2**31 < x.size <= 2**32:
+            raise NotImplementedError(
+                f"{name} has an INT8 tensor of shape {x.shape}: accepted are up to 2^31 elements, or more than 2^32;"
+                " split the batch or the heads"
+            )
     # The kernel's function name is what a profiler shows.
     kernel.__name__ = name
-    return pl.pallas_call(
+    # In a `shard_map` that checks types, a result varies over the mesh axes that an input varies over.
+    if varying := frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs)):
+        varies = jax.sharding.ManualAxisType(varying=varying)
+        out_shapes = jax.tree.map(lambda x: x.update(manual_axis_type=varies), out_shapes)
+    launch = pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=in_specs,
@@ -71,7 +94,21 @@ def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_war
         name=name,
         interpret=is_interpreted(),
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-    )(*inputs)
+    )
+    # In JAX's 64-bit mode the kernels' Python numbers would be of 64 bits, program ids not, and some sums of both fail.
+    with jax.enable_x64(False):
+        return launch(*inputs)
+
+
+def vary_with(inputs, results):
+    """The results, said to vary over the mesh axes that an input varies over, in a `shard_map` that checks types."""
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+
+    def vary(x):
+        missing = varying - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, results)
 
 
 def inline_ptx(code, constraints, args, dtype, *, pack=1):
@@ -137,6 +174,8 @@ _CAPABILITIES = {
 
 def target_capability() -> tuple[int, int] | None:
     """Compute capability of the NVIDIA GPU that calls are compiled for, or None if there is none."""
+    if _capability.get() is not None:
+        return _capability.get()
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
         names = [name for name in _CAPABILITIES if re.search(rf"\b{name}\b", described.device_kind)]

@@ -14,7 +14,11 @@ from pallas_kernels.launch import call, own_columns, own_rows, whole_head
 
 # Rows of one program. A multiple of every span and block; the work is bound by memory.
 ROWS = 128
-COMPILED = dict(num_warps=4, num_stages=1)
+
+
+def compiled(depth):
+    """How these kernels are compiled: more warps where a tile of `ROWS` wide heads would not fit their registers."""
+    return dict(num_warps=4 if depth <= 128 else 8, num_stages=1)
 
 
 def _clear_padding(x, length):
@@ -81,7 +85,7 @@ def quantize_tokens(x, mean=None, *, block, length, repeat_scale, factor=1.0, ke
         [own_rows(ROWS, depth, heads_last=True), *map(whole_head, means)],
         shapes[:outputs],
         specs[:outputs],
-        **COMPILED,
+        **compiled(depth),
     )
 
 
@@ -102,7 +106,7 @@ def quantize_channels(x, absmax):
         [own_rows(ROWS, depth, heads_last=True), whole_head(absmax)],
         jax.ShapeDtypeStruct((batch, heads, depth, time), jnp.int8),
         own_columns(depth, ROWS),
-        **COMPILED,
+        **compiled(depth),
     )
 
 
@@ -125,7 +129,7 @@ def quantize_blocks(x, *, block):
             jax.ShapeDtypeStruct((batch, heads, time // block), jnp.float32),
         ],
         [own_columns(depth, ROWS), own_rows(ROWS // block)],
-        **COMPILED,
+        **compiled(depth),
     )
 
 
@@ -144,7 +148,7 @@ def turn(x_int8):
         [own_rows(ROWS, depth)],
         jax.ShapeDtypeStruct((batch, heads, depth, time), jnp.int8),
         own_columns(depth, ROWS),
-        **COMPILED,
+        **compiled(depth),
     )
 
 
@@ -179,5 +183,5 @@ def quantize_dout(dout, out_int16, out_scale, *, block, int8):
         [own_rows(ROWS, depth, heads_last=True), own_rows(ROWS, depth, heads_last=True), own_rows(ROWS)],
         shapes[:outputs],
         specs[:outputs],
-        **COMPILED,
+        **compiled(depth),
     )

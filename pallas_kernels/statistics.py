@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
 from pallas_kernels.launch import call, load_rows, own_rows, whole_head
-from pallas_kernels.quantize import COMPILED, ROWS
+from pallas_kernels.quantize import ROWS, compiled
 
 # Partial results that the second kernel reads at a time.
 PARTIALS = 32
@@ -39,7 +39,7 @@ def channel_statistics(key, value, *, length):
         [own_rows(ROWS, depth, heads_last=True)] * len(inputs),
         [jax.ShapeDtypeStruct((batch, heads, tiles, depth), jnp.float32)] * len(inputs),
         [pl.BlockSpec((None, None, None, depth), lambda i, n, b: (b, n, i, 0))] * len(inputs),
-        **COMPILED,
+        **compiled(depth),
     )
 
     def kernel(*refs):
@@ -61,7 +61,7 @@ def channel_statistics(key, value, *, length):
         [pl.BlockSpec((None, None, tiles, depth), lambda n, b: (b, n, 0, 0))] * len(inputs),
         [jax.ShapeDtypeStruct((batch, heads, depth), jnp.float32)] * len(inputs),
         [whole] * len(inputs),
-        **COMPILED,
+        **compiled(depth),
     )
     results = list(results)
     return results.pop(0) if key is not None else None, results.pop(0) if value is not None else None
@@ -89,5 +89,5 @@ def mean_logits(query, mean, *, scale):
         [own_rows(ROWS, depth, heads_last=True), a_query_block if a_query else whole_head(mean, group=group)],
         jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
         own_rows(ROWS),
-        **COMPILED,
+        **compiled(depth),
     )

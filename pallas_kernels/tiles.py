@@ -22,6 +22,7 @@ class Row:
       summed: the tile's other side.
       dp_ahead: see `Tile`; for grad_k and grad_q.
       last_first: see `Tile`; for grad_q and grad_q_16.
+      int8_scores: whether Q K^T is in INT8 or 16 bits; None where one tile suits both.
       milliseconds: of the kernel at B*T = 16384, 2048 channels, T = 8192, bfloat16; None if it was not timed, but
         chosen by benchmarks.kernel_report.
     """
@@ -35,6 +36,7 @@ class Row:
     num_stages: int
     dp_ahead: bool = False
     last_first: bool = False
+    int8_scores: bool | None = None
     milliseconds: float | None = None
 
 
@@ -102,8 +104,34 @@ BLACKWELL = (
     _row("grad_v", 128, None, 64, 128, 4, 2),
     *(dataclasses.replace(row, milliseconds=None) for row in HOPPER),
 )
+# Not timed: chosen with benchmarks.kernel_report on 2026-11-29 for heads of 129 to 256 channels: with none of the four
+# presets a kernel spills on any of the six GPUs, and of those tiles it is the one with most rows that fits. Without
+# wgmma the joint kernel of dK and dV has all of 255 registers.
+WIDE = (
+    _row("forward", 256, None, 64, 128, 8, 2),
+    _row("grad_v", 256, None, 64, 128, 8, 2),
+    _row("grad_k", 256, None, 64, 64, 8, 2, int8_scores=True),
+    _row("grad_k", 256, None, 64, 64, 8, 3, int8_scores=False),
+    _row("grad_q", 256, None, 64, 64, 8, 2, int8_scores=True),
+    _row("grad_q", 256, None, 64, 64, 8, 3, int8_scores=False),
+    _row("grad_kv_16", 256, None, 64, 32, 8, 2),
+    _row("grad_q_16", 256, None, 64, 64, 8, 2),
+)
+WIDE_WITHOUT_WGMMA = (
+    _row("forward", 256, None, 32, 128, 4, 2),
+    _row("grad_v", 256, None, 64, 128, 8, 2),
+    _row("grad_k", 256, None, 64, 64, 8, 1),
+    _row("grad_q", 256, None, 64, 64, 8, 1),
+    _row("grad_kv_16", 256, None, 64, 32, 8, 2),
+    _row("grad_q_16", 256, None, 64, 32, 8, 2),
+)
 # By compute capability; another one uses the nearest below.
-TABLE = {(8, 0): WITHOUT_WGMMA, (9, 0): HOPPER, (10, 0): BLACKWELL, (12, 0): WITHOUT_WGMMA}
+TABLE = {
+    (8, 0): WITHOUT_WGMMA + WIDE_WITHOUT_WGMMA,
+    (9, 0): HOPPER + WIDE,
+    (10, 0): BLACKWELL + WIDE,
+    (12, 0): WITHOUT_WGMMA + WIDE_WITHOUT_WGMMA,
+}
 
 
 def forward_tile(spec, depth, visibility=None) -> Tile:
@@ -138,11 +166,12 @@ def _find(kernel, spec, depth, span, visibility) -> Tile:
         most_rows = config.block_k if owns_keys else config.block_q
     for row in TABLE[_nearest(target_capability())]:
         fits = (span is None or row.summed == span) and row.rows <= most_rows
+        fits = fits and row.int8_scores in (None, spec.uses_int8("qk"))
         if row.kernel == kernel and row.depth == max(depth, 64) and row.is_causal in (None, spec.is_causal) and fits:
             break
     else:
         summed = 64 if span is None else span
-        row = _row(kernel, depth, None, min(64, most_rows), summed, 4, 2)
+        row = _row(kernel, depth, None, min(64, most_rows), summed, 4 if depth <= 128 else 8, 2)
     queries, keys = (row.summed, row.rows) if owns_keys else (row.rows, row.summed)
     tile = Tile(
         block_q=queries,

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import launch, steps
-from sagebwd_jax import _masks, _segments
+from sagebwd_jax import _masks, _segments, _sharding
 from sagebwd_jax._config import LENGTH_MULTIPLE, CallSpec, SageConfig
 from sagebwd_jax._vjp import attention_core, masked_attention_core, mean_logits
 
 DTYPES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS = ("triton", "xla")
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 
 def attention(
@@ -123,11 +123,12 @@ def _attend(query, key, value, scale, visibility, spec):
     elif not isinstance(scale, numbers.Real):
         query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
     spec = dataclasses.replace(spec, scale=float(scale))
-    query, key, value = _pad(query), _pad(key), _pad(value)
+    query, key, value = (_pad(x) for x in _sharding.align(query, key, value))
     sees_nothing = None
     if visibility is None:
         out, lse = attention_core(query, key, value, spec)
     else:
+        query, key, value, visibility = _sharding.vary_alike(query, key, value, visibility)
         if visibility.query_segments is not None:
             query = _segments.clear_padding(query, visibility.query_segments)
             key, value = (_segments.clear_padding(x, visibility.key_segments) for x in (key, value))

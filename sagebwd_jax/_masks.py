@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Int32
 
-from sagebwd_jax import _segments
+from sagebwd_jax import _segments, _sharding
 from sagebwd_jax._config import LENGTH_MULTIPLE
 
 BIAS_DTYPES = ("bfloat16", "float16", "float32")
@@ -86,7 +86,9 @@ def canonical(
             jnp.ones(shape, bool) if x is None else jnp.broadcast_to(x, shape)
             for x, shape in zip((query_counts, key_counts), shapes, strict=True)
         ]
-        query_segments, key_segments = _segments.canonical_segments(query_ids, key_ids, *counts)
+        query_segments, key_segments = _segments.canonical_segments(
+            *map(_sharding.replicate, (query_ids, key_ids, *counts))
+        )
         query_segments = _pad(query_segments, (1,), _segments.LONE_QUERY)
         key_segments = _pad(key_segments, (1,), _segments.LONE_KEY)
     visibility = Visibility(

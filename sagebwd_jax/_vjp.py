@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import launch
+from sagebwd_jax import _sharding
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._masks import Visibility
 from sagebwd_jax._residuals import Residuals
@@ -47,9 +48,14 @@ def _run_compiled(operands, function, spec, static, interpreted):
     del interpreted
     choices = dict(triton=getattr(triton, function), xla=getattr(xla, function))
     choices = {name: functools.partial(f, spec=spec, **dict(static)) for name, f in choices.items()}
-    if spec.implementation is not None:
-        return choices[spec.implementation](*operands)
-    return lax.platform_dependent(*operands, cuda=choices["triton"], default=choices["xla"])
+    kernels = _sharding.partitioned(choices["triton"], function)
+
+    def run(*operands):
+        if spec.implementation is not None:
+            return choices["xla"](*operands) if spec.implementation == "xla" else kernels(*operands)
+        return lax.platform_dependent(*operands, cuda=kernels, default=choices["xla"])
+
+    return _sharding.over_mesh(run, function)(*operands)
 
 
 def _core(query, key, value, spec: CallSpec):
@@ -110,7 +116,9 @@ def _masked_backward(spec, kept, cotangents):
     grads = _run("backward", spec, kept.residuals, dout, dlse, kept.visibility, want_dbias=kept.want_dbias)
     if not kept.want_dbias:
         return *grads, None
-    *grads, dbias = grads
+    # Where devices share a bias, these were made in one place.
+    r = kept.residuals
+    *grads, dbias = map(_sharding.place_like, grads, (r.out_int16, r.value_16, r.value_16, kept.visibility.bias))
     nothing = Visibility(**{field.name: None for field in dataclasses.fields(Visibility)})
     return *grads, dataclasses.replace(nothing, bias=dbias.astype(kept.visibility.bias.dtype))
 

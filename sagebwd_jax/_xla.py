@@ -9,17 +9,18 @@ from jax import lax
 
 from pallas_kernels import steps
 from pallas_kernels.attention import to_16_bits
-from sagebwd_jax import _quantize, _segments
+from sagebwd_jax import _quantize, _segments, _sharding
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 from sagebwd_jax._xla_masks import cut as cut_masks
 from sagebwd_jax._xla_masks import join_bias, seen_and_bias, sum_to_bias
 
 
-def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
+def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, keep: bool):
     """O [B, T, N, H], log-sum-exp in base 2 [B, N, T], and the residuals if `keep`; all in canonical form.
 
-    `visibility` (_masks.py) is None for a plain call. A query that sees no key has O = 0 and NO_QUERY.
+    `visibility` (_masks.py) is None for a plain call. A query that sees no key has O = 0 and NO_QUERY. `mean` [B, K, H]
+    is what smoothing takes from K, if it is not the mean of these keys.
     """
     config = spec.config
     q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
@@ -29,8 +30,10 @@ def forward(query, key, value, visibility=None, *, spec: CallSpec, keep: bool):
         q_int8, q_scale = _quantize.quantize_tokens(query, block=block, length=spec.query_length, factor=factor)
         q_scale = jnp.repeat(q_scale, block, axis=2)
     if spec.uses_int8("qk") or keep:
-        mean = _key_mean(key, visibility, spec) if config.smooth_k else 0.0
-        k_smooth = _quantize.clear_padding(key.astype(jnp.float32) - mean, spec.key_length)
+        k_smooth = key.astype(jnp.float32)
+        if config.smooth_k:
+            k_smooth = k_smooth - (_key_mean(key, visibility, spec) if mean is None else mean[:, None])
+        k_smooth = _quantize.clear_padding(k_smooth, spec.key_length)
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale = _quantize.quantize_tokens(k_smooth, block=block, length=spec.key_length)
         k_smooth_16 = k_smooth.swapaxes(1, 2).astype(jnp.bfloat16) if spec.keeps_16_bits("dq") else None
@@ -114,6 +117,11 @@ def _dot(axes, a, b):
     return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
 
 
+def _scan(step, start, operands):
+    """lax.scan whose start has the type of what the step makes of it, also in a `shard_map`."""
+    return lax.scan(step, _sharding.vary_alike(start, operands)[0], operands)
+
+
 def _group(x, kv_heads):
     """[B, N, ...] -> [B, K, N / K, ...]: the query heads of each key head."""
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
@@ -173,7 +181,7 @@ def _softmax_scan(q, k, value, q_scale, k_scale, visibility, spec):
     k_scale_spans = None if k_scale is None else _spans(_scale_a_key(k_scale, k), 2, span)
     cut, uncut = cut_masks(visibility, kv_heads, span, along_keys=True)
     operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), span_scales, cut
-    (out, _, shift, total), _ = lax.scan(step, start, operands)
+    (out, _, shift, total), _ = _scan(step, start, operands)
     counts = jnp.arange(queries) < spec.query_length
     if visibility is not None:
         counts = counts[(None,) * 3] & (total != 0)
@@ -233,7 +241,7 @@ def _grad_q_scan(r, dout, delta, visibility, spec, want_dbias):
     firsts = jnp.arange(0, k.shape[2], config.dq_span)
     cut, uncut = cut_masks(visibility, kv_heads, config.dq_span, along_keys=True)
     operands = firsts, span(k), span(k_scale), span(r.value_16.swapaxes(1, 2)), span(k_right), cut
-    dq, dbias = lax.scan(step, jnp.zeros(q.shape, jnp.float32), operands)
+    dq, dbias = _scan(step, jnp.zeros(q.shape, jnp.float32), operands)
     return dq.reshape(shape) * spec.scale, join_bias(dbias, visibility.bias) if want_dbias else None
 
 
@@ -286,6 +294,6 @@ def _grad_kv_scan(r, dout, delta, visibility, spec):
     else:
         do_operands = do_16, None
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
-    dv, _ = lax.scan(dv_step, zeros, operands(config.dv_span, cut_dv, *do_operands))
-    dk, _ = lax.scan(dk_step, zeros, operands(config.dk_span, cut_dk, do_16, delta, q_right))
+    dv, _ = _scan(dv_step, zeros, operands(config.dv_span, cut_dv, *do_operands))
+    dk, _ = _scan(dk_step, zeros, operands(config.dk_span, cut_dk, do_16, delta, q_right))
     return dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale), dv

@@ -57,6 +57,24 @@ def cpu_implementation(request):
         yield request.param
 
 
+@pytest.fixture(scope="module")
+def eight_devices():
+    """The CPU as eight devices, which is what a mesh needs; one device again after the module."""
+    import jax
+    from jax.extend import backend
+
+    def split(count):
+        jax.clear_caches()
+        backend.clear_backends()
+        jax.config.update("jax_num_cpu_devices", count)
+
+    if jax.default_backend() != "cpu":
+        pytest.skip("meshes are tested on CPUs")
+    split(8)
+    yield
+    split(-1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def clear_compiled():
     """Compiled programs of a whole session would take gigabytes."""

@@ -1,13 +1,25 @@
 """Every kernel that the default and the mixed preset launch fits the GPUs it is meant for, without one being there."""
 
+import functools
+import re
+
 import jax
+import jax.export
+import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import kernel_cost
+from benchmarks.cases import Case
+from benchmarks.gpu_targets import TARGETS
 from benchmarks.kernel_cost import CompilerRefusal, compile_kernel, kernel_names
+from benchmarks.methods import both_passes
+from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
 from pallas_kernels.launch import Tile
-from sagebwd_jax import SageConfig
+from sagebwd_jax import SageConfig, attention, ring_attention
 
 pytestmark = pytest.mark.compile
 
@@ -91,6 +103,31 @@ def test_quantisation_kernels_fit_without_spills(gpu, depth, preset):
     assert problems(gpu, depth, False, PRESETS[preset], names) == {}
 
 
+# One GPU in every run: the least shared memory, and no registers to spare.
+@pytest.mark.parametrize("gpu", [pytest.param(x, marks=[pytest.mark.slow] * (x != "rtx3090")) for x in SHARED_LIMITS])
+def test_wide_heads_fit_without_spills(gpu):
+    for config in PRESETS.values():
+        names = set(kernel_names(gpu, 256, True, config))
+        kernels = names if config == SageConfig() else {"grad_kv", "grad_q"}
+        assert problems(gpu, 256, True, config, kernels) == {}
+
+
+def test_more_heads_than_a_grid_axis_has_programs(tmp_path):
+    # CUDA has 65535 of them along the second and third axis, and 2^31 - 1 along the first.
+    mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["h200"].description()), (1,), ("x",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = Case(depth=32, length=128, causal=False, batch=70000, heads=1)
+        kernels = single_kernels(*both_passes(case, SageConfig()))
+    for kernel in ("forward", "statistics"):
+        folder = tmp_path / kernel
+        folder.mkdir()
+        kernel_cost._compile(*kernels[kernel], mesh, folder)
+        [sequence] = folder.glob("*thunk_sequence.txt")
+        [grid] = re.findall(rf"sagebwd_{kernel} grid: \[([^]]+)\]", sequence.read_text())
+        programs, *rest = map(int, grid.split(","))
+        assert programs >= 70000 and rest == [1, 1]
+
+
 def test_shared_memory_is_what_the_kernel_turns_around_in_it():
     # One program of `turn` transposes 128 tokens of `depth` bytes through shared memory, and uses it for nothing else.
     for depth in (64, 128):
@@ -116,3 +153,74 @@ def test_a_tile_that_needs_too_many_registers_spills(fresh_traces, monkeypatch):
 def test_a_kernel_that_is_not_launched_is_named():
     with pytest.raises(ValueError, match="grad_kv.* is not launched .*grad_k"):
         compile_kernel("h200", "grad_kv", 64, False, SageConfig.faithful())
+
+
+# At depth 128 the Hopper kernels run, from JAX 0.11 on.
+@pytest.mark.parametrize("depth", [64, 128])
+def test_export_needs_checks_disabled(depth):
+    mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["h200"].description()), (1,), ("x",))
+    function = jax.jit(functools.partial(attention, implementation="triton"))
+    inputs = [jax.ShapeDtypeStruct((2, 256, 4, depth), jnp.bfloat16)] * 3
+    calls = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with pytest.raises(ValueError, match="triton"):
+            jax.export.export(function, platforms=["cuda"])(*inputs)
+        exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*inputs)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert loaded.platforms == ("cuda",) and [x.shape for x in loaded.out_avals] == [(2, 256, 4, depth)]
+
+
+class TestSeveralGpus:
+    """Both passes over two GPUs: every kernel works on its own part, under plain jit and in a checked shard_map."""
+
+    @pytest.fixture
+    def mesh(self):
+        devices = kernel_cost._topology(TARGETS["h200"].description(), "1x2x1").devices
+        return Mesh(devices, ("x",), axis_types=(AxisType.Auto,))
+
+    def compile(self, mesh, function, *specs, kv_heads=2, depth=64):
+        query, key = (jax.ShapeDtypeStruct((2, 256, heads, depth), jnp.bfloat16) for heads in (4, kv_heads))
+        placed = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+            for x, spec in zip((query, key, key, query), specs, strict=True)
+        ]
+        # One device's abstract mesh says which GPU; without it nothing does.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.jit(function).lower(*placed).compile().as_text()
+
+    def both_passes(self, query, key, value, dout, function=attention, **options):
+        call = functools.partial(function, implementation="triton", is_causal=True, **options)
+        out, vjp = jax.vjp(call, query, key, value)
+        return out, *vjp(dout)
+
+    # At depth 128 the Hopper kernels run, from JAX 0.11 on.
+    @pytest.mark.parametrize("depth", [64, 128])
+    def test_plain_jit_gathers_nothing(self, mesh, depth):
+        text = self.compile(mesh, self.both_passes, *[P(None, None, "x")] * 4, depth=depth)
+        # Two of four query heads.
+        assert re.search(rf"\(bf16\[2,256,2,{depth}\][^=]*\) custom-call\([^\n]*sagebwd_forward", text)
+        assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+    @pytest.mark.parametrize("depth", [64, 128])
+    def test_shard_map_with_its_checks(self, mesh, depth):
+        # One key head for both GPUs: its gradient is the sum over them, and nothing else is sent.
+        heads, whole = P(None, None, "x"), P()
+        run = jax.shard_map(
+            self.both_passes,
+            mesh=mesh.abstract_mesh,
+            in_specs=(heads, whole, whole, heads),
+            out_specs=(heads, heads, whole, whole),
+        )
+        text = self.compile(mesh, run, heads, whole, whole, heads, kv_heads=1, depth=depth)
+        assert "sagebwd_forward" in text and "all-reduce" in text
+        assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+
+    def test_ring_does_not_attend_again_in_the_backward_pass(self, mesh):
+        time = P(None, "x")
+        run = functools.partial(self.both_passes, function=ring_attention, axis_name="x")
+        run = jax.shard_map(run, mesh=mesh.abstract_mesh, in_specs=(time,) * 4, out_specs=(time,) * 4)
+        text = self.compile(mesh, run, *[time] * 4)
+        # A device's own part, and the loop over the others.
+        for kernel in ("forward", "grad_q", "grad_k", "grad_v"):
+            assert len(re.findall(rf"custom-call\([^\n]*sagebwd_{kernel}\b", text)) == 2, kernel

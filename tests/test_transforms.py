@@ -381,6 +381,14 @@ class TestCompilation:
             pytest.skip("this JAX lowers kernels only for a GPU that is present or described")
         assert text.count('name = "sagebwd_forward"') == (platform == "cuda")
 
+    def test_one_device_is_not_partitioned(self):
+        *inputs, dout = make_inputs(5, 7, depth=8)
+        with using("triton-interpreted"):
+            text = str(jax.make_jaxpr(jax.grad(loss_of("triton-interpreted", dout)))(*inputs))
+        assert "pallas_call" in text
+        for name in ("custom_partitioning", "custom_vmap", "shard_map", "pcast", "reshard"):
+            assert name not in text
+
     def test_prints_nothing(self, capfd):
         *inputs, dout = make_inputs(5, 7, depth=8)
         run = forward_and_backward("xla")

@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import steps
 from pallas_kernels.hopper.tiles import GROUP, Groups
+from pallas_kernels.launch import vary_with
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 TILE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -276,7 +277,7 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
             copy(*refs)
 
     kernel.__name__ = name
-    return plgpu.kernel(
+    results = plgpu.kernel(
         kernel,
         out_type=out_shapes,
         scratch_types=scratch,
@@ -291,6 +292,7 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(*inputs)
+    return vary_with(inputs, results)
 
 
 def program(grid):
