@@ -107,7 +107,7 @@ def test_muon_makes_the_layers_matrices_orthogonal_and_leaves_the_rest_to_adam()
         kinds.add(path[-1])
         if path[-1] != "kernel":
             # Nesterov's first step is one size for all entries.
-            np.testing.assert_allclose(np.abs(update), np.abs(update).max(), rtol=1e-4)
+            np.testing.assert_allclose(np.abs(update), np.abs(update).max(), rtol=1e-2)
             continue
         rows = np.prod(update.shape[:-1]) if path[-2] == "out" else update.shape[0]
         values = np.linalg.svd(update.reshape(int(rows), -1), compute_uv=False)

@@ -43,7 +43,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """Clip the global norm, then AdamW (Loshchilov and Hutter, arXiv 1711.05101) or Muon with the schedule.
 
     Muon (Jordan et al., 2024) turns the momentum of each matrix of a layer into an orthogonal one; embedding and gains
-    take AdamW, with Nesterov's momentum as optax's Muon has it. Its update is scaled to the size of AdamW's (Liu et al., arXiv 2502.16982), so that one rate suits both.
+    take AdamW, with Nesterov's momentum as optax's Muon has it. Muon's update is scaled to the size of AdamW's (Liu et
+    al., arXiv 2502.16982), so that one rate suits both.
     """
     schedule = learning_rate_schedule(config, steps)
     clip = optax.clip_by_global_norm(config.clip_norm)
