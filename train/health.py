@@ -23,36 +23,36 @@ def make_probe(graphdef: Any, config: ModelConfig) -> Callable[[Any, Int[Array, 
     error_NAME: relative l2 error of p, ds (as INT8 products read them), out, dq, dk and dv against exact attention.
     """
 
-    def attention_operands(params: Any, tokens: Any) -> list[tuple[Any, Any, Any, Any]]:
-        """query, key, value and the output's cotangent of every layer."""
-        shape = (1, tokens.shape[1] - 1, config.num_heads, config.head_dim)
-        taps = [jnp.zeros(shape, config.compute_dtype)] * config.num_layers
-
-        def loss(taps: Any) -> tuple[Array, Any]:
-            model, operands = nnx.merge(graphdef, params), []
-            # What a layer computed again would not leave this trace.
-            model.recompute = "none"
-
-            def tapped(tap: Any, attend: Any) -> Any:
-                def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
-                    operands.append((q, k, v))
-                    return attend(q, k, v, **options) + tap
-
-                return call
-
-            for block, tap in zip(model.blocks, taps, strict=True):
-                block.attention.attention_fn = tapped(tap, block.attention.attention_fn)
-            return next_token_loss(model, tokens), operands
-
-        douts, operands = jax.grad(loss, has_aux=True)(taps)
-        return [(*qkv, dout) for qkv, dout in zip(operands, douts, strict=True)]
-
     def probe(params: Any, tokens: Any) -> dict[str, Array]:
         layers = []
-        for operands in attention_operands(params, tokens):
+        for operands in attention_operands(graphdef, params, tokens, config):
             report = measure_attention(*operands, is_causal=True, config=SAGE_PRESETS[config.sage_preset]())
             errors = {f"error_{name}": report.errors[name].relative_l2 for name in ("p", "ds", "out", "dq", "dk", "dv")}
             layers.append(dict(largest_logit=report.largest_logit, ds_zero_share=report.ds_zero_share, **errors))
         return jax.tree.map(lambda *values: jnp.stack(values), *layers)
 
     return jax.jit(probe)
+
+
+def attention_operands(graphdef: Any, params: Any, tokens: Any, config: ModelConfig) -> list[tuple[Any, Any, Any, Any]]:
+    """query, key, value [1, T, heads, H] of every layer, and the gradient of the loss in its attention's output."""
+    shape = (1, tokens.shape[1] - 1, config.num_heads, config.head_dim)
+    taps = [jnp.zeros(shape, config.compute_dtype)] * config.num_layers
+
+    def tapped(attend: Any, tap: Any, seen: list[Any]) -> Any:
+        def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+            seen.append((q, k, v))
+            return attend(q, k, v, **options) + tap
+
+        return call
+
+    def loss(taps: Any) -> tuple[Array, Any]:
+        model, seen = nnx.merge(graphdef, params), []
+        # What is computed again cannot be handed out.
+        model.recompute = "none"
+        for block, tap in zip(model.blocks, taps, strict=True):
+            block.attention.attention_fn = tapped(block.attention.attention_fn, tap, seen)
+        return next_token_loss(model, tokens), seen
+
+    douts, operands = jax.grad(loss, has_aux=True)(taps)
+    return [(*qkv, dout) for qkv, dout in zip(operands, douts, strict=True)]
