@@ -66,7 +66,19 @@ class Checkpoints:
         try:
             self._manager.save(progress.step, args=args)
         except Exception as error:  # What the file system says comes through several libraries, as many types.
-            raise self._explain(f"checkpoint of step {progress.step} cannot be written", error) from error
+            what = f"checkpoint of step {progress.step}, or the one before, cannot be written"
+            raise self._explain(what, error) from error
+
+    def check(self) -> None:
+        """Says at once if what is being written has failed; waits for nothing.
+
+        Raises:
+          CheckpointError: it has.
+        """
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:  # As in save.
+            raise self._explain("a checkpoint could not be finished", error) from error
 
     def wait(self) -> None:
         """Returns when what was started is on disk.
@@ -132,7 +144,10 @@ class Checkpoints:
 
 def _one_line(error: Exception) -> str:
     """An error of another library, cut to what fits into a message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    text = " ".join(str(error).split())
+    # The reason is at the end, after the names of files.
+    text = text if len(text) < 300 else f"{text[:100]} ... {text[-180:]}"
+    return f"{type(error).__name__}: {text}"
 
 
 def _parts(state: TrainState) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import absl.logging
 import tyro
 
 from .checkpoint import CheckpointError
@@ -61,9 +63,15 @@ def parse_config(
 
 def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
     """Runs a program; what a user can cause ends it with one message and exit status 1."""
+    # orbax logs each error through absl, with its threads' tracebacks, before it raises it.
+    absl.logging.set_verbosity(absl.logging.FATAL)
     try:
         main(arguments)
-    except (SettingError, FloatingPointError, CheckpointError, OSError) as error:
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        # Without Python's own end, which would wait for threads of orbax that wait for what failed.
+        os._exit(1)
+    except (SettingError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -157,6 +157,8 @@ class _Session:
             if pending is not None:
                 log.record(step - 1, pending)
             pending = metrics
+            if self.checkpoints is not None:
+                self.checkpoints.check()
             is_last = step == config.steps
             is_stopped = stop.is_made(step)
             is_held_out = is_last or step % config.eval_every == 0
