@@ -71,7 +71,7 @@ def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None
         print(f"error: {error}", file=sys.stderr, flush=True)
         # Without Python's own end, which would wait for threads of orbax that wait for what failed.
         os._exit(1)
-    except (SettingError, FloatingPointError, OSError) as error:
+    except (SettingError, NotImplementedError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

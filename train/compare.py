@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -68,37 +69,24 @@ def relative_gap(results: Mapping[AttentionName, RunResult]) -> float:
 
 
 def runs_table(run_dirs: Sequence[Path]) -> Table:
-    """One line a run: what it is, how far it came, and its last held-out loss beside the first run's at that step."""
-    table = Table(title="Runs", caption="gap: last held-out loss against the first run's at the same step")
-    for heading in (
-        "run",
-        "preset",
-        "attention",
-        "step",
-        "tokens",
-        "held-out loss",
-        "gap",
-        "tokens/s",
-        "hours",
-        "skipped",
-    ):
-        table.add_column(heading, justify="left" if heading in ("run", "preset", "attention") else "right")
+    """One line a run: how far it came, and its last held-out loss beside the first run's at that step."""
+    table = Table(caption="gap: held-out loss against the first run's at the same step", box=SIMPLE_HEAD)
+    for heading in ("run", "attention", "step", "held out", "gap", "tokens/s", "hours", "skipped"):
+        justify = "left" if heading in ("run", "attention") else "right"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading != "run")
     first = dict(zip(*series(read_metrics(run_dirs[0]), "held_out_loss"), strict=True))
     for run_dir in run_dirs:
         config, records = read_config(run_dir), read_metrics(run_dir)
         if not records:
             raise SettingError(f"{str(run_dir)!r} has no records yet")
         steps, losses = series(records, "held_out_loss")
-        gap = f"{100 * (losses[-1] / first[steps[-1]] - 1):+.2f}%" if steps and steps[-1] in first else "-"
         speeds = sorted(series(records, "tokens_per_second")[1])
         table.add_row(
             str(run_dir),
-            config.preset,
             config.model.attention,
             f"{records[-1]['step']}/{config.steps}",
-            f"{records[-1]['tokens']:.3g}",
             f"{losses[-1]:.4f}" if losses else "-",
-            gap,
+            f"{100 * (losses[-1] / first[steps[-1]] - 1):+.2f}%" if steps and steps[-1] in first else "-",
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-",
             f"{records[-1]['seconds'] / 3600:.2f}",
             str((series(records, "skipped")[1] or [0])[-1]),
