@@ -38,17 +38,22 @@ def batch(*shape, seed=0):
     return jax.random.randint(jax.random.key(seed), (*shape, T1), 0, 256)
 
 
+def documents(*shape):
+    """Segment ids [*shape, T1]: sequences of one document, of a few, and of many."""
+    lengths = jnp.asarray([25, 25, 5, 3]).repeat(3)[:, None]
+    return (jnp.arange(T1) // lengths).reshape(*shape, T1)
+
+
 def test_four_micro_batches_equal_one_large_batch(setup):
     """Also where documents leave some micro batches fewer targets than others: every token counts alike."""
     _, step, new_state = setup
     tokens = batch(4, 3)
-    ids = jnp.stack([jnp.tile(jnp.arange(T1) // length, (3, 1)) for length in (25, 25, 5, 3)])
-    accumulated, metrics = step(new_state(), tokens, ids)
-    at_once, expected = step(new_state(), tokens.reshape(1, 12, T1), ids.reshape(1, 12, T1))
+    accumulated, metrics = step(new_state(), tokens, documents(4, 3))
+    at_once, expected = step(new_state(), tokens.reshape(1, 12, T1), documents(1, 12))
     chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
     # Moments are gradients, so this is tight; parameters are not, for Adam's first update is their sign.
     chex.assert_trees_all_close(accumulated.opt_state, at_once.opt_state, rtol=1e-3, atol=1e-7)
-    other, _ = step(new_state(), batch(4, 3, seed=1), ids)
+    other, _ = step(new_state(), batch(4, 3, seed=1), documents(4, 3))
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(accumulated.opt_state, other.opt_state, rtol=1e-3, atol=1e-7)
 
@@ -56,19 +61,19 @@ def test_four_micro_batches_equal_one_large_batch(setup):
 def test_reports_the_loss_before_the_update_and_the_norm_before_clipping(setup):
     graphdef, step, new_state = setup
     tokens, state = batch(1, 12), new_state()
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens[0])))(
-        state.params
-    )
+    loss, grads = jax.jit(
+        jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens[0], documents(12)))
+    )(state.params)
     norm = np.sqrt(sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(grads)))
     assert norm > 0.2  # above clip_norm, or this would not tell the two apart
-    _, metrics = step(state, tokens)
+    _, metrics = step(state, tokens, documents(1, 12))
     chex.assert_trees_all_close(metrics, StepMetrics(loss, jnp.float32(norm)), rtol=1e-5)
 
 
 def test_state_is_donated_and_changes(setup):
     _, step, new_state = setup
     state = new_state()
-    fresh, _ = step(state, batch(1, 12))
+    fresh, _ = step(state, batch(1, 12), documents(1, 12))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     for before, after in zip(jax.tree.leaves(new_state().params), jax.tree.leaves(fresh.params), strict=True):
         assert after.dtype == jnp.float32 and jnp.any(before != after)
@@ -89,7 +94,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(setup):
     state = new_state()
     broken = state._replace(params=jax.tree.map(lambda x: x.at[0].set(jnp.nan) if x.ndim == 2 else x, state.params))
     before = jax.device_get(broken)
-    after, metrics = step(broken, batch(1, 12))
+    after, metrics = step(broken, batch(1, 12), documents(1, 12))
     assert not np.isfinite(metrics.grad_norm)
     chex.assert_trees_all_equal(jax.device_get(after), before)
 
