@@ -6,8 +6,9 @@ import json
 import pytest
 from train_micro import micro_config
 
-from train.cli import parse_config
+from train.cli import parse_command, parse_config
 from train.config import PRESETS, SettingError, TrainConfig
+from train.run_dir import CHANGEABLE, _flat, check_continues
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -21,6 +22,17 @@ def test_json_holds_every_setting():
     values = json.loads(PRESETS["tiny"].to_json())
     assert values["model"]["head_dim"] == 32 and values["optimizer"]["beta2"] == 0.95
     assert values.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [(None, "steps", "many"), (None, "steps", 1.5), ("model", "attention", "flash"), ("data", "tokenizer", 3)],
+)
+def test_json_with_a_value_of_another_type_is_refused(section, name, value):
+    values = json.loads(PRESETS["tiny"].to_json())
+    (values[section] if section else values)[name] = value
+    with pytest.raises(SettingError, match=f"{name}={value!r} is not "):
+        TrainConfig.from_json(json.dumps(values))
 
 
 @pytest.mark.parametrize("section", [None, "model", "data", "optimizer"])
@@ -38,10 +50,21 @@ def test_json_with_an_unknown_or_missing_setting_is_refused(section):
 
 
 def test_tokens_per_step_is_micro_batch_times_length_times_accumulation():
-    assert micro_config().accumulation == 1
-    assert micro_config(tokens_per_step=4 * 24 * 3).accumulation == 3
+    assert micro_config().accumulation(1) == 1
+    config = micro_config(tokens_per_step=4 * 24 * 6)
+    assert (config.accumulation(1), config.accumulation(2), config.accumulation(6)) == (6, 3, 1)
+    with pytest.raises(SettingError, match=r"micro_batch=4 \* sequence_length=24 \* 4 data shards = 384"):
+        config.accumulation(4)
     for config in PRESETS.values():
-        assert config.accumulation * config.micro_batch * config.data.sequence_length == config.tokens_per_step
+        pass_tokens = config.micro_batch * config.data.sequence_length
+        assert config.accumulation(1) * pass_tokens == config.tokens_per_step
+
+
+def test_the_papers_two_step_sizes_see_the_same_tokens():
+    small, large = PRESETS["325m"], PRESETS["325m-2m"]
+    assert (small.tokens_per_step, large.tokens_per_step) == (262_144, 2_097_152)
+    assert small.steps * small.tokens_per_step == large.steps * large.tokens_per_step
+    assert small.model == large.model and small.data == large.data
 
 
 @pytest.mark.parametrize(
@@ -49,7 +72,7 @@ def test_tokens_per_step_is_micro_batch_times_length_times_accumulation():
     [
         (
             dict(tokens_per_step=100),
-            r"tokens_per_step=100 must be a multiple of micro_batch=4 \* sequence_length=24 = 96",
+            r"tokens_per_step=100 must be a multiple of micro_batch=4 \* sequence_length=24 \* 1 data shards = 96",
         ),
         (dict(num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
         (dict(head_dim=7), "head_dim=7 must be even"),
@@ -61,6 +84,16 @@ def test_tokens_per_step_is_micro_batch_times_length_times_accumulation():
         (dict(num_layers=0), "num_layers=0 must be at least 1"),
         (dict(clip_norm=0.0), "clip_norm=0.0 must be above 0"),
         (dict(peak_learning_rate=float("nan")), "peak_learning_rate=nan must be above 0"),
+        (dict(loss_chunk=7), "loss_chunk=7 must divide sequence_length=24 or be above it"),
+        (dict(checkpoint_every=-1), "checkpoint_every=-1 must be at least 0"),
+        (dict(mesh="data=2,model=3"), r"mesh='data=2,model=3': 'model=3' is not one of data=COUNT, fsdp=COUNT"),
+        (dict(mesh="data=2,data=2"), "'data=2' is not one of"),
+        (dict(mesh="fsdp=0"), "'fsdp=0' is not one of"),
+        (dict(beta2=1.0), "beta2=1.0 must be at least 0 and below 1"),
+        (dict(z_loss=-1.0), "z_loss=-1.0 must be at least 0"),
+        (dict(decay_fraction=0.0), "decay_fraction=0.0 must be above 0 and at most 1"),
+        (dict(peak_flops=0.0), "peak_flops=0.0 must be above 0"),
+        (dict(workers=-1), "workers=-1 must be at least 0"),
         (dict(attention="cudnn"), "attention='cudnn' takes compute_dtype='bfloat16', not 'float32'"),
     ],
 )
@@ -108,3 +141,39 @@ class TestCommandLine:
             self.parse(*arguments)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+
+    def command(self, *arguments):
+        return parse_command(arguments, program="train", description="")
+
+    def test_config_starts_from_a_file_and_takes_settings_on_top(self, tmp_path):
+        saved = dataclasses.replace(PRESETS["30m"], seed=3)
+        (tmp_path / "config.json").write_text(saved.to_json())
+        got = self.command("--config", str(tmp_path / "config.json"), "--steps", "700")
+        assert got.config == dataclasses.replace(saved, steps=700) and got.run_dir is None
+        with pytest.raises(FileNotFoundError, match="nowhere.json"):
+            self.command("--config", str(tmp_path / "nowhere.json"))
+
+    def test_resume_starts_from_the_preset_and_goes_on_from_the_run(self, tmp_path):
+        arguments = "--preset", "30m", "--resume", str(tmp_path / "run"), "--seed", "4"
+        first = self.command(*arguments)
+        assert first.config == dataclasses.replace(PRESETS["30m"], seed=4) and first.run_dir == tmp_path / "run"
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.json").write_text(first.config.to_json())
+        # The command of the first start starts it again; and so does the folder alone.
+        assert self.command(*arguments) == self.command("--resume", str(tmp_path / "run")) == first
+
+    def test_a_run_goes_on_only_with_what_keeps_its_model_and_batches(self):
+        config = micro_config()
+        check_continues(config, micro_config(mesh="data=1", steps=30, workers=2, attention="sagebwd"))
+        for overrides, message in (
+            (
+                dict(width=48),
+                "model.width=48: the run has 40 and cannot go on with another; what may change: checkpoint_every",
+            ),
+            (dict(seed=1), "seed=1: the run has 0"),
+            (dict(sequence_length=12, loss_chunk=12), "data.sequence_length=12: the run has 24"),
+            (dict(optimizer="muon"), "optimizer.optimizer='muon'"),
+        ):
+            with pytest.raises(SettingError, match=message):
+                check_continues(config, micro_config(**overrides))
+        assert CHANGEABLE <= dict(_flat(dataclasses.asdict(config))).keys()

@@ -14,7 +14,7 @@ from rich.console import Console
 from train_micro import micro_config, write_text
 
 from train import loop
-from train.compare import compare, loss_table, relative_gap
+from train.compare import compare, compare_runs, loss_table, relative_gap
 from train.config import TrainConfig
 from train.data import load_corpus, unigram_loss
 from train.metrics import read_metrics, series
@@ -49,7 +49,7 @@ def test_it_learns(finished, text):
     _, losses = series(read_metrics(result.run_dir), "loss")
     assert abs(losses[0] - np.log(256)) < 0.2
     assert result.train_loss < result.held_out_loss + 0.5
-    assert result.held_out_loss < unigram_loss(load_corpus(config.data)) - 0.3
+    assert result.held_out_loss < unigram_loss(load_corpus(config.data, 256), 256) - 0.3
 
 
 def test_metrics_have_every_step_and_held_out_losses_where_asked(finished):
@@ -61,7 +61,10 @@ def test_metrics_have_every_step_and_held_out_losses_where_asked(finished):
     assert [record["step"] for record in records if "held_out_loss" in record] == [15, 30, 40]
     assert records[-1]["held_out_loss"] == result.held_out_loss
     assert train_records[0]["tokens_per_second"] is None
-    assert all(record["tokens_per_second"] > 0 for record in train_records[1:])
+    assert all(record["tokens_per_second"] > 0 and record["step_seconds"] > 0 for record in train_records[1:])
+    assert all(record["memory_bytes"] > 1e7 and record["skipped"] == 0 for record in train_records)
+    seconds = [record["seconds"] for record in records]
+    assert seconds == sorted(seconds) and seconds[-1] <= result.seconds
     rates = [record["learning_rate"] for record in train_records]
     assert np.argmax(rates) == 5 and rates[5] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
 
@@ -95,18 +98,18 @@ def scripted(monkeypatch):
     def script(values, held_out=1.0):
         batches = []
 
-        def make_train_step(graphdef, optimizer):
+        def make_train_step(graphdef, optimizer, **_):
             calls = itertools.count(1)
 
-            def train_step(state, batch):
+            def train_step(state, tokens, segment_ids):
                 step = next(calls)
-                batches.append(np.asarray(batch))
+                batches.append(np.asarray(tokens))
                 return state, StepMetrics(*(values.get((step, field), 1.0) for field in StepMetrics._fields))
 
             return train_step
 
         monkeypatch.setattr(loop, "make_train_step", make_train_step)
-        monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda params, batch: held_out)
+        monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda *_: (held_out, 1.0))
         return batches
 
     return script
@@ -160,6 +163,34 @@ def test_nothing_is_written_when_the_data_cannot_be_used(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+def test_what_is_not_finite_is_left_out_and_counted_if_asked(text, tmp_path, scripted, field):
+    scripted({(3, field): np.nan, (10, field): np.inf, (11, field): np.inf})
+    config = run_config(text, tmp_path, name="skips", on_nonfinite="skip", max_skipped_in_a_row=2, log_every=7)
+    assert loop.train(config, console=quiet()).skipped == 3
+    records = [record for record in read_metrics(tmp_path / "skips") if "skipped" in record]
+    # A step that was left out has a record of its own.
+    found = [(record["step"], record["loss"], record["skipped"]) for record in records]
+    expected = [(1, 1.0, 0), (3, None, 1), (7, 1.0, 1), (10, None, 2), (11, None, 3), (14, 1.0, 3), (20, 1.0, 3)]
+    assert found == expected
+
+
+def test_too_many_in_a_row_stop_the_run_all_the_same(text, tmp_path, scripted):
+    scripted({(step, "loss"): np.nan for step in range(5, 20)})
+    with pytest.raises(loop.NonFiniteLossError, match="was not finite 3 times in a row, at step 7 too"):
+        loop.train(run_config(text, tmp_path, on_nonfinite="skip", max_skipped_in_a_row=2), console=quiet())
+
+
+def test_mfu_is_the_share_of_the_peak_that_is_given(text, tmp_path, scripted):
+    scripted({})
+    result = loop.train(run_config(text, tmp_path, peak_flops=1e9), console=quiet())
+    record = [record for record in read_metrics(result.run_dir) if "mfu" in record][-1]
+    parameters = 256 * 40 + 40 + (2 * 40 + 40 * (6 + 3 + 3 + 6) * 8 + 2 * 8 + 3 * 40 * 56)
+    flops = 6 * parameters + 6 * 6 * 8 * 24
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e9)
+    assert [record["mfu"] for record in read_metrics(result.run_dir) if "mfu" in record][0] is None
+
+
 def command(*arguments):
     return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, cwd=ROOT)
 
@@ -168,11 +199,14 @@ def test_command_line_diverges_with_one_message_and_a_failure(text, tmp_path):
     sizes = "--steps 8 --warmup-steps 0 --num-layers 1 --width 16 --micro-batch 2 --sequence-length 32"
     ended = command(
         *("train", "--attention", "exact", "--data", text, "--runs-dir", str(tmp_path), "--tokens-per-step", "64"),
+        *("--checkpoint-every", "0", "--health-every", "0"),
         *("--held-out-fraction", "0.2", "--peak-learning-rate", "1e30"),
         *sizes.split(),
     )
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr == "error: gradient norm is nan at step 2; the run stopped there\n"
+    [run] = tmp_path.iterdir()
+    assert not (run / "checkpoints").exists()
 
 
 def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
@@ -185,14 +219,25 @@ def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
         name: TrainConfig.from_json((result.run_dir / "config.json").read_text()) for name, result in results.items()
     }
     assert configs == {name: config.with_attention(name) for name in ("exact", "sagebwd")}
-    first, second = (series(read_metrics(folder / name), "loss")[1] for name in ("exact", "sagebwd"))
+    losses = [series(read_metrics(folder / name), "loss")[1] for name in ("exact", "sagebwd")]
+    first, second = losses
     assert first != second  # INT8 has been there
     np.testing.assert_allclose(first, second, rtol=0.01)
     assert abs(relative_gap(results)) < 0.01
 
+    # And the same runs as folders of their own: a table and two plots.
+    console = quiet()
+    compare_runs([folder / "exact", folder / "sagebwd"], tmp_path, console=console)
+    shown = console.file.getvalue()
+    gap = 100 * relative_gap(results)
+    for part in ("exact", "sagebwd", "20/20", f"{results['exact'].held_out_loss:.4f}", "+0.00%", f"{gap:+.2f}%"):
+        assert part in shown
+    for name in ("compare_tokens.png", "compare_seconds.png"):
+        assert imread(tmp_path / name).shape[:2] == (1050, 1200)
+
 
 def test_table_has_both_losses_and_the_gap(tmp_path):
-    exact = loop.RunResult(tmp_path, 2.25, 2.5, 1234.0, 56.0)
+    exact = loop.RunResult(tmp_path, 2.25, 2.5, 1234.0, 56.0, 20)
     console = quiet()
     console.print(loss_table({"exact": exact, "sagebwd": dataclasses.replace(exact, held_out_loss=2.51)}))
     shown = console.file.getvalue()

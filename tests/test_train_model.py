@@ -12,7 +12,8 @@ from flax import nnx
 from train_micro import micro_config
 
 from train.config import PRESETS, SettingError
-from train.model import Decoder, count_parameters, next_token_loss, select_attention
+from train.loss import next_token_loss
+from train.model import Decoder, count_parameters, select_attention
 
 B, T = 3, 13
 
@@ -97,7 +98,7 @@ def test_embedding_gradient_sums_repeats_in_float32():
 
     def look_up(p):
         model = nnx.merge(graphdef, p)
-        model.decode = lambda x: x  # only the look-up
+        model.decode = lambda x, segment_ids: x  # only the look-up
         return jnp.sum(model(jnp.zeros((8, 513), jnp.int32)).astype(jnp.float32))
 
     # 4104 ones: a bfloat16 sum stops at 256.
@@ -141,7 +142,15 @@ def test_dummy_shapes_and_shapes_alone():
 
 
 @pytest.mark.parametrize(
-    ("preset", "parameters"), [("tiny", 426_752), ("30m", 29_939_328), ("124m", 123_588_864), ("325m", 324_185_600)]
+    ("preset", "parameters"),
+    [
+        ("tiny", 426_752),
+        ("30m", 29_939_328),
+        ("124m", 123_588_864),
+        ("325m", 324_185_600),
+        ("325m-2m", 324_185_600),
+        ("1b", 1_046_830_080),
+    ],
 )
 def test_presets_have_the_size_they_are_named_after(preset, parameters):
     config = PRESETS[preset].with_attention("exact").model

@@ -1,5 +1,7 @@
 """Schedule at named steps, decay of matrices only and decoupled, clipping."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,15 @@ def test_schedule_without_warmup_starts_at_the_peak(steps):
     np.testing.assert_allclose(schedule(0), 0.8, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [(0, 0.16), (3, 0.64), (4, 0.8), (13, 0.8), (14, 0.8), (17, 0.5), (20, 0.2), (50, 0.2)],
+)
+def test_wsd_stays_at_the_peak_and_then_falls_in_a_line(step, rate):
+    schedule = learning_rate_schedule(make_config(schedule="wsd", decay_fraction=0.3), steps=21)
+    np.testing.assert_allclose(schedule(step), rate, rtol=1e-6)
+
+
 def test_only_matrices_decay():
     params = nnx.state(nnx.eval_shape(lambda: Decoder(micro_config().model, rngs=nnx.Rngs(0))))
     decays = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(decay_mask(params))}
@@ -70,3 +81,44 @@ def test_moments_and_clipping_are_as_configured():
         mean, square = first / (1 - 0.7 ** (step + 1)), second / (1 - 0.9 ** (step + 1))
         expected = -float(schedule(step)) * mean / (np.sqrt(square) + 0.1)
         np.testing.assert_allclose(updates["gain"], expected, rtol=1e-5)
+
+
+def muon_update(grads, params):
+    """Updates of the first step, keyed by path, at a rate of 1 and a decay of 0.5."""
+    config = make_config(optimizer="muon", weight_decay=0.5, warmup_steps=0, peak_learning_rate=1.0, clip_norm=1e9)
+    init, update = _jitted_muon(config)
+    return dict(nnx.to_flat_state(update(grads, init(params), params)[0]))
+
+
+@functools.cache
+def _jitted_muon(config):
+    optimizer = make_optimizer(config, steps=10)
+    return jax.jit(optimizer.init), jax.jit(optimizer.update)
+
+
+def test_muon_makes_the_layers_matrices_orthogonal_and_leaves_the_rest_to_adam():
+    """The update of each kernel has singular values alike, and AdamW's size; embedding and gains are Adam's."""
+    shapes = nnx.state(nnx.eval_shape(lambda: Decoder(micro_config(num_layers=1).model, rngs=nnx.Rngs(0))))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)  # which do not decay
+    grads = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), shapes)
+    kinds = set()
+    for path, leaf in muon_update(grads, zeros).items():
+        update = np.asarray(leaf[...])
+        kinds.add(path[-1])
+        if path[-1] != "kernel":
+            # Nesterov's first step is one size for all entries.
+            np.testing.assert_allclose(np.abs(update), np.abs(update).max(), rtol=1e-2)
+            continue
+        rows = np.prod(update.shape[:-1]) if path[-2] == "out" else update.shape[0]
+        values = np.linalg.svd(update.reshape(int(rows), -1), compute_uv=False)
+        assert values.max() / values.min() < 2, (path, values)
+        assert np.sqrt(np.mean(update**2)) == pytest.approx(0.2, rel=0.2)
+    assert kinds == {"kernel", "scale", "embedding"}
+
+
+def test_muon_decays_matrices_alone_and_decoupled():
+    shapes = nnx.state(nnx.eval_shape(lambda: Decoder(micro_config(num_layers=1).model, rngs=nnx.Rngs(0))))
+    zeros, tens = (jax.tree.map(lambda leaf, x=x: jnp.full(leaf.shape, x), shapes) for x in (0.0, 10.0))
+    for path, leaf in muon_update(zeros, tens).items():
+        expected = 0.0 if path[-1] == "scale" else -0.5 * 10
+        np.testing.assert_allclose(leaf[...], np.full(leaf.shape, expected), rtol=1e-6, atol=1e-7)

@@ -16,6 +16,9 @@ def micro_config(**overrides: Any) -> TrainConfig:
         micro_batch=4,
         log_every=1,
         eval_every=10,
+        checkpoint_every=0,
+        health_every=0,
+        tensorboard=False,
         model=ModelConfig(
             attention="exact",
             num_layers=2,
@@ -26,6 +29,7 @@ def micro_config(**overrides: Any) -> TrainConfig:
             head_dim=8,
             vocab_size=256,
             compute_dtype="float32",
+            loss_chunk=24,
         ),
         data=DataConfig(sequence_length=24, held_out_sequences=7),
         optimizer=OptimizerConfig(peak_learning_rate=1e-2, warmup_steps=5),

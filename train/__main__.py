@@ -1,7 +1,9 @@
 """``python -m train --preset tiny``: trains one model."""
 
+import sys
 from collections.abc import Sequence
 
+import jax
 from rich.console import Console
 
 from . import cli
@@ -10,15 +12,32 @@ from .loop import train
 
 def main(arguments: Sequence[str]) -> None:
     """Trains with the settings given and says where the results are."""
-    config = cli.parse_config(arguments, program="python -m train", description="Train a Llama-style decoder on text.")
-    console = Console()
-    result = train(config, console=console)
+    command = cli.parse_command(
+        arguments, program="python -m train", description="Train a Llama-style decoder on text or token shards."
+    )
+    config = command.config
+    if config.distributed:
+        jax.distributed.initialize()
+    console = Console(quiet=jax.process_index() != 0)
+    result = train(config, run_dir=command.run_dir, console=console, resume=command.run_dir is not None)
+    if result.bad_data:
+        console.print(f"left out of the data: {result.bad_data}", soft_wrap=True)
+    if result.skipped:
+        console.print(f"{result.skipped} steps left out, for their loss or gradient was not finite", soft_wrap=True)
+    if result.stopped_by:
+        saved = "with a checkpoint" if config.checkpoint_every else "without a checkpoint, for checkpoint_every=0"
+        console.print(
+            f"stopped by {result.stopped_by} after step {result.step} of {config.steps} {saved}; "
+            f"go on with python -m train --resume {result.run_dir}",
+            soft_wrap=True,
+        )
+        return
     console.print(
-        f"held-out loss {result.held_out_loss:.4f} nats per token after {config.steps} steps, "
+        f"held-out loss {result.held_out_loss:.4f} nats per token after {result.step} steps, "
         f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.0f} s; written to {result.run_dir}",
         soft_wrap=True,
     )
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run(main, sys.argv[1:])

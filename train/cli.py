@@ -1,30 +1,77 @@
-"""Command line to TrainConfig: a preset, then any setting by its own name."""
+"""Command line to TrainConfig: a preset, a config.json or a run to go on with, then any setting by its own name."""
 
+import argparse
+import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import absl.logging
 import tyro
 
+from .checkpoint import CheckpointError
 from .config import PRESETS, SettingError, TrainConfig
+from .run_dir import CONFIG_NAME, read_config
+
+_STARTS = (
+    " --config FILE starts from a run's config.json instead of a preset. --resume RUN goes on with the run in that "
+    "folder, or starts it there: the same command starts a run and restarts it after a crash."
+)
 
 
-def parse_config(arguments: Sequence[str], *, program: str, description: str) -> TrainConfig:
-    """Settings from arguments such as ``--preset tiny --steps 20``; unknown ones end the program with a message."""
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """The settings, and the folder of --resume."""
+
+    config: TrainConfig
+    run_dir: Path | None
+
+
+def parse_command(arguments: Sequence[str], *, program: str, description: str) -> Command:
+    """Settings from arguments such as ``--preset tiny --steps 20``; unknown ones end the program with a message.
+
+    Raises:
+      FileNotFoundError: --config names no file.
+    """
+    starts = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    starts.add_argument("--config", type=Path)
+    starts.add_argument("--resume", type=Path)
+    start, rest = starts.parse_known_args(list(arguments))
+    if start.resume is not None and (start.resume / CONFIG_NAME).is_file():
+        defaults = read_config(start.resume)
+    elif start.config is not None:
+        defaults = TrainConfig.from_json(start.config.read_text(encoding="utf-8"))
+    else:
+        defaults = _preset_defaults(rest)
+    return Command(parse_config(rest, program=program, description=description, defaults=defaults), start.resume)
+
+
+def parse_config(
+    arguments: Sequence[str], *, program: str, description: str, defaults: TrainConfig | None = None
+) -> TrainConfig:
+    """The settings alone, on top of ``defaults`` or of what --preset names."""
     return tyro.cli(
         TrainConfig,
         prog=program,
-        description=description,
+        description=description + _STARTS,
         args=list(arguments),
-        default=_preset_defaults(arguments),
+        default=_preset_defaults(arguments) if defaults is None else defaults,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
     )
 
 
-def run(main: Callable[[Sequence[str]], None]) -> None:
+def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
     """Runs a program; what a user can cause ends it with one message and exit status 1."""
+    # orbax logs each error through absl, with its threads' tracebacks, before it raises it.
+    absl.logging.set_verbosity(absl.logging.FATAL)
     try:
-        main(sys.argv[1:])
-    except (SettingError, FileNotFoundError, FloatingPointError) as error:
+        main(arguments)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        # Without Python's own end, which would wait for threads of orbax that wait for what failed.
+        os._exit(1)
+    except (SettingError, NotImplementedError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

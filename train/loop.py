@@ -1,31 +1,36 @@
-"""The training loop: batches in, steps dispatched, metrics out, and a stop at the first loss that is not finite."""
+"""The training loop: batches in, steps dispatched, metrics, held-out losses, health and checkpoints out."""
 
+import contextlib
 import dataclasses
-import itertools
+import logging
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from .checkpoint import Checkpoints, Progress
 from .config import TrainConfig
-from .data import Corpus, held_out_batches, load_corpus, training_batch, unigram_loss
-from .metrics import MetricsWriter, read_metrics
-from .optimizer import learning_rate_schedule, make_optimizer
+from .data import Corpus, held_out_batches, load_corpus, training_batches, unigram_loss
+from .hardware import flops_per_token, peak_flops
+from .health import make_probe
+from .log import NonFiniteLossError as NonFiniteLossError
+from .log import Speed, StepLog, progress_bar
+from .mesh import BATCH_AXES, P, batch_shards, make_mesh
+from .metrics import MetricsWriter, NoMetrics, read_metrics
+from .model import Decoder, count_parameters
+from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
 from .plots import plot_losses
-from .step import StepMetrics, TrainState, init_model, make_eval_step, make_train_step
-
-CONFIG_NAME = "config.json"
-
-
-class NonFiniteLossError(FloatingPointError):
-    """A loss or a gradient norm became NaN or infinite; the message says at which step."""
+from .run_dir import CONFIG_NAME, check_continues, free_run_dir, read_config, write_config
+from .step import StepMetrics, abstract_state, init_model, init_state, make_eval_step, make_train_step
+from .stop import StopRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,155 +39,200 @@ class RunResult:
 
     run_dir: Path
     train_loss: float  # nats per token, mean of the last tenth of the records
-    held_out_loss: float  # nats per token, after the last step
+    held_out_loss: float  # nats per token, the last one; NaN if there is none yet
     tokens_per_second: float  # without compilation and held-out losses
-    seconds: float  # everything
+    seconds: float  # of this start, everything
+    step: int  # the last one done
+    stopped_by: str | None = None  # the signal that ended it before its last step
+    skipped: int = 0  # steps left out, not finite
+    bad_data: str | None = None  # what damaged data was left out
 
 
-def train(config: TrainConfig, *, run_dir: Path | None = None, console: Console | None = None) -> RunResult:
-    """Trains one model and writes config.json, metrics.jsonl and loss.png into its folder.
+def train(
+    config: TrainConfig, *, run_dir: Path | None = None, console: Console | None = None, resume: bool = False
+) -> RunResult:
+    """Trains one model and writes config.json, metrics.jsonl, loss.png and checkpoints into its folder.
+
+    SIGTERM and Ctrl-C end it after the step at work, with a checkpoint.
 
     Args:
       config: every setting.
       run_dir: the folder; None for the next free one under config.runs_dir.
       console: where the progress bar goes; None for the terminal.
+      resume: go on from the newest checkpoint in run_dir if there is one; the losses are then those of an unbroken run.
 
     Raises:
       FileNotFoundError, SettingError: the data or a setting cannot be used; nothing is written then.
+      CheckpointError: a checkpoint could not be written or read.
       NonFiniteLossError: the run stopped; metrics.jsonl holds what came before.
     """
     start = time.perf_counter()
-    corpus = load_corpus(config.data)
-    graphdef, params = init_model(config.model, config.seed)
+    mesh = make_mesh(config.mesh, config.model)
+    config.accumulation(batch_shards(mesh))
+    corpus = load_corpus(config.data, config.model.vocab_size)
     run_dir = free_run_dir(config) if run_dir is None else run_dir
-    run_dir.mkdir(parents=True)
-    (run_dir / CONFIG_NAME).write_text(config.to_json(), encoding="utf-8")
-    with MetricsWriter(run_dir) as writer, _progress_bar(console) as progress:
-        _run(config, corpus, graphdef, params, writer, progress)
+    is_writer = jax.process_index() == 0
+    if resume and (run_dir / CONFIG_NAME).exists():
+        check_continues(read_config(run_dir), config)
+    elif is_writer:
+        run_dir.mkdir(parents=True, exist_ok=resume)
+    if is_writer:
+        write_config(run_dir, config)
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if config.checkpoint_every:
+            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir, keep=config.keep_checkpoints)))
+        session = _Session(config, run_dir, mesh, corpus, checkpoints)
+        writer: MetricsWriter | NoMetrics = NoMetrics()
+        if is_writer:
+            writer = stack.enter_context(
+                MetricsWriter(run_dir, step=session.progress.step, tensorboard=config.tensorboard)
+            )
+        bar = stack.enter_context(progress_bar(console, is_shown=is_writer))
+        stop = stack.enter_context(StopRequest())
+        log = session.make_log(writer, bar)
+        step = session.run(log, stop)
+    session.draw()
     records = read_metrics(run_dir)
-    plot_losses({config.model.attention: records}, run_dir / PLOT_NAME, baseline=unigram_loss(corpus))
-    losses = [record["loss"] for record in records if "loss" in record]
+    losses = [record["loss"] for record in records if record.get("loss") is not None]
+    held_out = [record["held_out_loss"] for record in records if "held_out_loss" in record]
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return RunResult(
         run_dir=run_dir,
-        train_loss=float(np.mean(losses[-math.ceil(len(losses) / 10) :])),
-        held_out_loss=[record["held_out_loss"] for record in records if "held_out_loss" in record][-1],
+        train_loss=float(np.mean(losses[-math.ceil(len(losses) / 10) :])) if losses else math.nan,
+        held_out_loss=held_out[-1] if held_out else math.nan,
         tokens_per_second=float(np.median(speeds)) if speeds else math.nan,
         seconds=time.perf_counter() - start,
+        step=step,
+        stopped_by=stop.signal if step < config.steps else None,
+        skipped=log.skipped,
+        bad_data=f"{corpus.skipped.count} damaged, first: {corpus.skipped.first}" if corpus.skipped.count else None,
     )
 
 
-def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
-    """runs_dir/name, or the first of name-2, name-3, ... that is not there yet: no run overwrites another."""
-    name = config.name or f"{config.preset}-{suffix or config.model.attention}"
-    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(path for path in (Path(config.runs_dir) / candidate for candidate in candidates) if not path.exists())
+class _Session:
+    """One start of a run: what it computes with, and where it is."""
 
+    def __init__(self, config: TrainConfig, run_dir: Path, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints | None):
+        self.config, self.run_dir, self.mesh, self.corpus, self.checkpoints = config, run_dir, mesh, corpus, checkpoints
+        self.shards = batch_shards(mesh)
+        optimizer = make_optimizer(config.optimizer, config.steps)
+        keeps_ema = config.optimizer.ema_decay > 0
+        if checkpoints is not None and checkpoints.latest() is not None:
+            self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+            like = abstract_state(config.model, optimizer, keeps_ema=keeps_ema, mesh=mesh)
+            self.state, self.progress = checkpoints.restore(like)
+        else:
+            self.graphdef, params = init_model(config.model, config.seed, mesh)
+            self.state = init_state(params, optimizer, keeps_ema=keeps_ema, mesh=mesh)
+            self.progress = Progress(step=0, seconds=0.0, skipped=0)
+        self.train_step = make_train_step(
+            self.graphdef, optimizer, z_loss=config.optimizer.z_loss, ema_decay=config.optimizer.ema_decay
+        )
+        self.eval_step = make_eval_step(self.graphdef)
+        self.probe = make_probe(self.graphdef, config.model)
+        self.baseline = unigram_loss(corpus, config.model.vocab_size)
 
-def _run(
-    config: TrainConfig, corpus: Corpus, graphdef: Any, params: Any, writer: MetricsWriter, progress: Progress
-) -> None:
-    """All steps of a run, from the initial parameters."""
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    state = TrainState(params, optimizer.init(params))
-    train_step, eval_step = make_train_step(graphdef, optimizer), make_eval_step(graphdef)
-    log = _StepLog(config, writer, progress)
-    # Step n is dispatched before the metrics of step n - 1 are fetched, so that the device never waits for Python.
-    pending: StepMetrics | None = None
-    for step, batch in enumerate(_batches(config, corpus), start=1):
-        state, metrics = train_step(state, jnp.asarray(batch))
+    def make_log(self, writer: MetricsWriter | NoMetrics, bar: Any) -> StepLog:
+        """The log, where the run goes on."""
+        config = self.config
+        parameters = count_parameters(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+        peak = config.peak_flops or peak_flops(self.mesh.devices.flat[0])
+        speed = Speed(
+            flops_per_token(config.model, parameters, config.data.sequence_length),
+            peak and peak * self.mesh.devices.size,
+        )
+        return StepLog(config, writer, bar, speed, **dataclasses.asdict(self.progress))
+
+    def run(self, log: StepLog, stop: StopRequest) -> int:
+        """All steps that are left; returns the last one done."""
+        config, step = self.config, self.progress.step
+        sharding = NamedSharding(self.mesh, P(None, BATCH_AXES, None))
+        # Step n is dispatched before the metrics of step n - 1 are fetched, so that the device never waits for Python.
+        pending: StepMetrics | None = None
+        for batch in training_batches(config, self.corpus, sharding, self.shards, step):
+            step += 1
+            with _on(self.mesh):
+                self.state, metrics = self.train_step(self.state, *batch)
+            if pending is not None:
+                log.record(step - 1, pending)
+            pending = metrics
+            if self.checkpoints is not None:
+                self.checkpoints.check()
+            is_last = step == config.steps
+            is_stopped = stop.is_made(step)
+            is_held_out = is_last or step % config.eval_every == 0
+            is_probed = bool(config.health_every) and (is_last or step % config.health_every == 0)
+            is_saved = bool(config.checkpoint_every) and (is_last or is_stopped or step % config.checkpoint_every == 0)
+            if is_held_out or is_probed or is_saved:
+                log.record(step, pending)
+                pending = None
+            if is_held_out:
+                log.record_held_out(step, self.held_out_loss())
+                self.draw()
+            if is_probed and config.model.attention == "sagebwd":
+                log.record_health(step, self.health())
+            # Last, so that all records of the step are there when its checkpoint is.
+            if is_saved:
+                assert self.checkpoints is not None
+                self.checkpoints.save(self.state, Progress(step, log.seconds(), log.skipped))
+                log.restart_clock(step)
+            if is_stopped:
+                break
         if pending is not None:
-            log.record(step - 1, pending)
-        pending = metrics
-        if step % config.eval_every == 0 or step == config.steps:
             log.record(step, pending)
-            pending = None
-            log.record_held_out(step, _held_out_loss(config, corpus, eval_step, state.params))
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        return step
 
-
-def _batches(config: TrainConfig, corpus: Corpus) -> Iterator[np.ndarray]:
-    """The tokens of every step."""
-    for step in range(config.steps):
-        yield training_batch(
-            corpus,
-            seed=config.seed,
-            step=step,
-            accumulation=config.accumulation,
-            micro_batch=config.micro_batch,
-            sequence_length=config.data.sequence_length,
+    def held_out_loss(self) -> float:
+        """Mean loss in nats per token over the held-out sequences, of the moving average if there is one."""
+        config, sums = self.config, []
+        params = self.state.params if self.state.ema is None else self.state.ema
+        batches = held_out_batches(
+            self.corpus,
+            sequences=config.data.held_out_sequences,
+            batch=config.micro_batch * self.shards,
+            length=config.data.sequence_length,
+            packed=config.data.documents == "packed",
         )
+        for batch, weights in batches:
+            placed = [self._place(array) for array in (*batch, weights)]
+            with _on(self.mesh):
+                sums.append(self.eval_step(params, *placed))
+        return sum(float(loss) for loss, _ in sums) / sum(float(count) for _, count in sums)
 
+    def health(self) -> dict[str, list[float]]:
+        """What SageBwd's quantisation costs each layer on one held-out sequence, on one device."""
+        length = min(self.config.health_tokens, self.config.data.sequence_length)
+        tokens = self.corpus.held_out.read(0, length + 1)[None]
+        params = self.state.params
+        if self.mesh.size > 1:
+            whole = jax.jit(lambda params: params, out_shardings=NamedSharding(self.mesh, P()))(params)
+            params = jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+        return {
+            name: np.asarray(value, np.float64).tolist()
+            for name, value in self.probe(params, jnp.asarray(tokens)).items()
+        }
 
-def _held_out_loss(config: TrainConfig, corpus: Corpus, eval_step: Any, params: Any) -> float:
-    """Mean loss in nats per token over the held-out sequences."""
-    batches = held_out_batches(
-        corpus,
-        sequences=config.data.held_out_sequences,
-        micro_batch=config.micro_batch,
-        sequence_length=config.data.sequence_length,
-    )
-    weighted = [(eval_step(params, jnp.asarray(batch)), len(batch)) for batch in batches]
-    return sum(float(loss) * count for loss, count in weighted) / sum(count for _, count in weighted)
-
-
-class _StepLog:
-    """Fetches metrics, refuses what is not finite, writes records and moves the bar."""
-
-    def __init__(self, config: TrainConfig, writer: MetricsWriter, progress: Progress):
-        self._config = config
-        self._writer = writer
-        self._progress = progress
-        self._schedule = learning_rate_schedule(config.optimizer, config.steps)
-        self._task = progress.add_task(config.model.attention, total=config.steps, loss="-", speed="-")
-        self._last_step = 0
-        self._last_time: float | None = None  # None until the step that compiles is done
-
-    def record(self, step: int, metrics: StepMetrics) -> None:
-        """One step's metrics; waits for the device."""
-        loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
-        _require_finite("loss", loss, step)
-        _require_finite("gradient norm", grad_norm, step)
-        now = time.perf_counter()
-        self._progress.update(self._task, completed=step, loss=f"{loss:.4f}")
-        if step % self._config.log_every and step not in (1, self._config.steps):
+    def draw(self) -> None:
+        """loss.png, from the records so far."""
+        if jax.process_index():
             return
-        speed = None
-        if self._last_time is not None:
-            speed = (step - self._last_step) * self._config.tokens_per_step / (now - self._last_time)
-            self._progress.update(self._task, speed=f"{speed:,.0f}")
-        self._writer.write(
-            {
-                "step": step,
-                "tokens": step * self._config.tokens_per_step,
-                "loss": loss,
-                "grad_norm": grad_norm,
-                "learning_rate": np.asarray(self._schedule(step - 1)).item(),
-                "tokens_per_second": speed,
-            }
-        )
-        self._last_step, self._last_time = step, now
+        path = self.run_dir / PLOT_NAME
+        try:
+            plot_losses({self.config.model.attention: read_metrics(self.run_dir)}, path, baseline=self.baseline)
+        except OSError as error:  # A picture is nothing to end a run for.
+            logging.warning("%s could not be drawn: %s", path, error)
 
-    def record_held_out(self, step: int, loss: float) -> None:
-        """A held-out loss; its time does not count as training."""
-        _require_finite("held-out loss", loss, step)
-        self._writer.write({"step": step, "tokens": step * self._config.tokens_per_step, "held_out_loss": loss})
-        self._last_step, self._last_time = step, time.perf_counter()
+    def _place(self, array: Any) -> jax.Array | None:
+        """A held-out batch, its sequences spread over the mesh."""
+        if array is None:
+            return None
+        sharding = NamedSharding(self.mesh, P(BATCH_AXES))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _require_finite(name: str, value: float, step: int) -> None:
-    """Stops the run."""
-    if not math.isfinite(value):
-        raise NonFiniteLossError(f"{name} is {value} at step {step}; the run stopped there")
-
-
-def _progress_bar(console: Console | None) -> Progress:
-    """Steps, loss, tokens per second and the time left."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
-    )
+def _on(mesh: Mesh) -> Any:
+    """The context in which the model says how its activations lie; on one device it has nothing to say."""
+    return jax.set_mesh(mesh) if mesh.size > 1 else contextlib.nullcontext()

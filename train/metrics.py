@@ -1,41 +1,93 @@
-"""metrics.jsonl: one JSON object a line, written as the run goes and read back for plots and tables."""
+"""metrics.jsonl: one JSON object a line, written as the run goes and read back for plots and tables; and TensorBoard.
+
+A training record has step, tokens, seconds (of training so far, over all starts), loss (nats per token), grad_norm,
+learning_rate, tokens_per_second, step_seconds, mfu (share of the devices' peak, None where that is not known),
+memory_bytes (peak so far) and skipped (steps left out so far, whose loss is None); the speeds are None for the step
+that compiles. A held-out record has step, tokens, seconds and held_out_loss; a health record those of train/health.py.
+Steps count from 1: step n is the state after n updates for held-out losses and health, the n-th update for the rest.
+"""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from tensorboardX import SummaryWriter
+
 FILE_NAME = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl in a run's folder; each is on disk when ``write`` returns.
+    """Appends records to metrics.jsonl in a run's folder; each is with the system when ``write`` returns.
 
-    A training record has step, tokens, loss (nats per token), grad_norm, learning_rate and tokens_per_second (None for
-    the step that compiles); a held-out record has step, tokens and held_out_loss. Steps count from 1: step n is the
-    state after n updates for held_out_loss, and the n-th update for the rest.
+    A run that goes on from step n keeps the records up to n: later ones are of a state that was lost.
     """
 
-    def __init__(self, run_dir: Path):
-        self._file: TextIO = (run_dir / FILE_NAME).open("w", encoding="utf-8")
+    def __init__(self, run_dir: Path, *, step: int = 0, tensorboard: bool = False):
+        path = run_dir / FILE_NAME
+        if path.exists():
+            keep_records(path, step)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._board = None
+        if tensorboard:
+            self._board = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=step + 1 if step else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Writes one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:  # Which does not know the file.
+            raise OSError(error.errno, f"step {record['step']}: {error.strerror}", self._file.name) from error
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, list):
+                    for index, part in enumerate(value):
+                        self._board.add_scalar(f"{name}/{index}", part, record["step"])
+                elif value is not None and name != "step":
+                    self._board.add_scalar(name, value, record["step"])
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class NoMetrics:
+    """Takes the records of the hosts that write none."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Does nothing."""
+
+
+def keep_records(path: Path, step: int) -> None:
+    """Drops what came after ``step``, and a last line that was not finished, in one move."""
+    kept = [line for line, record in _lines(path) if record["step"] <= step]
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order."""
-    return [json.loads(line) for line in (run_dir / FILE_NAME).read_text(encoding="utf-8").splitlines()]
+    """All records of a run, in order; of one that is at work or was killed, those that are whole."""
+    return [record for _, record in _lines(run_dir / FILE_NAME)]
 
 
-def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, leaving out the records that lack it."""
-    found = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+def series(records: list[dict[str, Any]], name: str, axis: str = "step") -> tuple[list[Any], list[Any]]:
+    """Steps (or tokens, or seconds) and values of one metric, leaving out the records that lack it."""
+    found = [(record[axis], record[name]) for record in records if record.get(name) is not None]
+    return [place for place, _ in found], [value for _, value in found]
+
+
+def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Lines and what they hold; the last one only if it is whole."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    # What follows the last line's end is empty, or a record that a killed process did not finish.
+    return [(line, json.loads(line)) for line in lines[:-1]]

@@ -9,25 +9,57 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sagebwd_jax import attention
+from sagebwd_jax import RESIDUAL_NAMES, SageConfig, attention
 from sagebwd_jax.flax import QKNormAttention, RMSNorm
 
 from .config import AttentionName, ModelConfig, SettingError
+from .mesh import BATCH_AXES, P, constrain, gather_parameters
 
 EMBEDDING_STD = 0.02
+SAGE_PRESETS = {
+    "default": SageConfig,
+    "mixed": SageConfig.mixed,
+    "precise": SageConfig.precise,
+    "faithful": SageConfig.faithful,
+}
 
 
-def select_attention(name: AttentionName) -> Callable[..., Any]:
-    """The attention function behind one word of the config."""
+def select_attention(name: AttentionName, sage_preset: str = "default") -> Callable[..., Any]:
+    """The attention function behind one word of the config: of query, key, value, is_causal and segment_ids [B, T].
+
+    With segment_ids a token attends to the tokens of its own number alone.
+    """
+    if name == "sagebwd":
+        return functools.partial(_sagebwd, SAGE_PRESETS[sage_preset]())
     if name == "exact":
-        return functools.partial(jax.nn.dot_product_attention, implementation="xla")
+        return functools.partial(_dot_product, "xla")
     if name == "cudnn":
         if jax.default_backend() != "gpu":
             raise SettingError(f"attention='cudnn' needs an NVIDIA GPU; JAX runs on {jax.default_backend()!r} here")
-        return functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-    if name == "sagebwd":
-        return attention
+        return functools.partial(_dot_product, "cudnn")
     raise SettingError(f"attention={name!r} must be 'sagebwd', 'exact' or 'cudnn'")
+
+
+def _dot_product(implementation: Any, q: Any, k: Any, v: Any, *, is_causal: bool, segment_ids: Any = None) -> Any:
+    """jax.nn's attention; documents become a mask [B, 1, T, T]."""
+    mask = None if segment_ids is None else segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal, implementation=implementation)
+
+
+def _sagebwd(config: SageConfig, q: Any, k: Any, v: Any, *, is_causal: bool, segment_ids: Any = None) -> Any:
+    """SageBwd; on a mesh every device attends for its own sequences and heads, for a kernel cannot be cut by XLA."""
+
+    def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        options = {} if ids is None else dict(query_segment_ids=ids, key_value_segment_ids=ids)
+        return attention(q, k, v, is_causal=is_causal, config=config, **options)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return attend(q, k, v, segment_ids)
+    heads, tokens = P(BATCH_AXES, None, "tensor", None), P(BATCH_AXES, None)
+    # Every axis of the mesh cuts every operand, so there is nothing for the check of replicated values to find.
+    on_devices = jax.shard_map(attend, in_specs=(heads, heads, heads, tokens), out_specs=heads, check_vma=False)
+    return on_devices(q, k, v, segment_ids)
 
 
 class SwiGLU(nnx.Module):
@@ -58,7 +90,7 @@ class Block(nnx.Module):
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            attention_fn=select_attention(config.attention),
+            attention_fn=select_attention(config.attention, config.sage_preset),
             qk_norm=config.qk_norm,
             rope_theta=config.rope_theta,
             eps=config.norm_eps,
@@ -69,10 +101,12 @@ class Block(nnx.Module):
         self.ffn_norm = norm()
         self.ffn = SwiGLU(config.width, config.ffn_width, out_init=out_init, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+    def __call__(self, x: Float[Array, "B T W"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T W"]:
         """Both residual branches in turn."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+        options = {} if segment_ids is None else dict(segment_ids=segment_ids)
+        x = x + self.attention(self.attention_norm(x), **options)
+        x = x + self.ffn(self.ffn_norm(x))
+        return constrain(x, BATCH_AXES, None, None)
 
 
 class Decoder(nnx.Module):
@@ -83,31 +117,49 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
+        self.recompute = config.recompute
+        self.loss_chunk = config.loss_chunk
         init = nnx.initializers.normal(EMBEDDING_STD)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.width), jnp.float32))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.width, eps=config.norm_eps, dtype=self.dtype, rngs=rngs)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Logits of the token after each of ``tokens``."""
+    def __call__(
+        self, tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits of the token after each of ``tokens``, which sees those before it that are of its own document."""
+        return self.decode(self.embed(tokens), segment_ids)
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+        """The row of each token."""
         # Cast after the look-up: the gradient then sums the uses of a token in float32. Bytes repeat a lot.
-        return self.decode(self.embedding[...][tokens].astype(self.dtype))
+        rows = constrain(self.embedding[...], "tensor", None)[tokens].astype(self.dtype)
+        return constrain(rows, BATCH_AXES, None, None)
 
-    def decode(self, x: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
+    def decode(self, x: Float[Array, "B T W"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
         """The same from embedded tokens."""
+        return self.project(self.hidden(x, segment_ids))
+
+    def hidden(self, x: Float[Array, "B T W"], segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T W"]:
+        """What the output layer reads, from embedded tokens."""
         for block in self.blocks:
-            x = block(x)
-        x = self.final_norm(x)
-        embedding = self.embedding[...].astype(self.dtype)
-        return jnp.einsum("btw,vw->btv", x, embedding, preferred_element_type=jnp.float32)
+            graphdef, params = nnx.split(block)
 
+            def run(params: Any, x: Any, ids: Any, graphdef: Any = graphdef) -> Any:
+                return gather_parameters(nnx.merge(graphdef, params), self.dtype)(x, ids)
 
-def next_token_loss(model: Decoder, tokens: Int[Array, "B T1"]) -> Float[Array, ""]:
-    """Mean cross-entropy in nats of each of T1 tokens but the first, given those before it."""
-    logits = model(tokens[:, :-1])
-    targets = tokens[:, 1:]
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - target_logits)
+            if self.recompute != "none":
+                names = RESIDUAL_NAMES if self.recompute == "all_but_attention" else ()
+                run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
+            x = run(params, x, segment_ids)
+        return self.final_norm(x)
+
+    def project(self, x: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
+        """Logits of the output layer."""
+        # Cast here, where it is used: the gradients of several chunks of tokens then add up in float32.
+        embedding = constrain(self.embedding[...].astype(self.dtype), "tensor", None)
+        logits = jnp.einsum("btw,vw->btv", x, embedding, preferred_element_type=jnp.float32)
+        return constrain(logits, BATCH_AXES, None, "tensor")
 
 
 def count_parameters(model: Decoder) -> int:

@@ -1,0 +1,110 @@
+"""The loss in chunks, documents that do not see each other, and what the backward pass computes again."""
+
+import functools
+
+import chex
+import helpers
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from train_micro import micro_config
+
+from pallas_kernels import launch
+from sagebwd_jax import attention
+from train import model as model_module
+from train.loss import loss_sums, next_token_loss
+from train.step import init_model
+
+B, T = 3, 24
+
+
+def tokens(seed=0):
+    return jax.random.randint(jax.random.key(seed), (B, T + 1), 1, 256)
+
+
+@functools.cache
+def loss_and_grads(segments=None, **overrides):
+    """Of tokens(); segments are the lengths of the documents in every sequence."""
+    graphdef, params = init_model(micro_config(num_layers=1, **overrides).model, seed=0)
+    ids = None if segments is None else jnp.tile(np.repeat(np.arange(len(segments)), segments), (B, 1))
+    loss = jax.jit(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens(), ids)))
+    return loss(params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_change_neither_loss_nor_gradients(dtype):
+    whole, chunked = (loss_and_grads(loss_chunk=size, compute_dtype=dtype) for size in (T, 3))
+    np.testing.assert_allclose(chunked[0], whole[0], rtol=1e-6)
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    for got, expected in zip(jax.tree.leaves(chunked[1]), jax.tree.leaves(whole[1]), strict=True):
+        assert got.dtype == jnp.float32
+        assert helpers.relative_error(got, expected) < tolerance
+
+
+def largest_array(jaxpr):
+    """Elements of the largest value that a traced function makes, inner functions too."""
+    sizes = [0]
+    for eqn in jaxpr.eqns:
+        sizes += [var.aval.size for var in eqn.outvars if hasattr(var.aval, "size")]
+        sizes += [largest_array(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params)]
+    return max(sizes)
+
+
+@pytest.mark.parametrize(("chunk", "tokens_at_a_time"), [(T, T), (6, 6)])
+def test_logits_exist_for_one_chunk_at_a_time(chunk, tokens_at_a_time):
+    graphdef, params = init_model(micro_config(num_layers=1, vocab_size=1024, loss_chunk=chunk).model, seed=0)
+    wide = jnp.zeros((16, T + 1), jnp.int32)  # more logits than the embedding has entries
+    grad = jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graphdef, p), wide))
+    largest = largest_array(jax.make_jaxpr(grad)(params).jaxpr)
+    assert largest == max(16 * tokens_at_a_time * 1024, 1024 * 40)
+
+
+def test_documents_in_one_sequence_are_as_if_alone():
+    """Packed 10 + 15 tokens: losses and gradients are those of the two documents in sequences of their own."""
+    graphdef, params = init_model(micro_config(num_layers=1).model, seed=0)
+    batch = tokens()
+
+    def sums(params, batch, ids=None):
+        return loss_sums(nnx.merge(graphdef, params), batch, ids).loss
+
+    @jax.jit
+    def together(params):
+        return jax.value_and_grad(sums)(params, batch, jnp.tile(np.repeat([0, 1], [10, 15]), (B, 1)))
+
+    @jax.jit
+    def apart(params):
+        return jax.value_and_grad(lambda p: sums(p, batch[:, :10]) + sums(p, batch[:, 10:]))(params)
+
+    chex.assert_trees_all_close(together(params), apart(params), rtol=2e-4, atol=2e-5)
+    plain = jax.jit(sums)(params, batch)
+    assert abs(float(plain) - float(together(params)[0])) > 1  # one target less, and less to see
+
+
+def test_sequences_without_weight_do_not_count():
+    graphdef, params = init_model(micro_config(num_layers=1).model, seed=0)
+    model = nnx.merge(graphdef, params)
+    sums = nnx.jit(loss_sums)
+    weighted = sums(model, tokens(), None, jnp.asarray([1.0, 0.0, 1.0]))
+    chex.assert_trees_all_close(weighted, sums(model, tokens()[jnp.asarray([0, 2])]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "forward_kernels"),
+    [("none", 2), ("all_but_attention", 2), ("all", 4)],
+)
+def test_attention_runs_again_only_where_its_residuals_are_not_kept(monkeypatch, recompute, forward_kernels):
+    """Two layers: SageBwd's forward kernel runs twice if its residuals are kept by name, else twice more."""
+    monkeypatch.setattr(model_module, "attention", functools.partial(attention, implementation="triton"))
+    config = micro_config(attention="sagebwd", recompute=recompute).model
+    with launch.interpreted():
+        graphdef, params = init_model(config, seed=0)
+        grad = jax.grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens()))
+        assert helpers.count_kernels(grad, params, name="sagebwd_forward") == forward_kernels
+
+
+def test_what_is_computed_again_changes_no_gradient():
+    plain, again = loss_and_grads(loss_chunk=T, compute_dtype="float32"), loss_and_grads(recompute="all")
+    chex.assert_trees_all_close(again, plain, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,266 @@
+"""Runs that are stopped, killed or cannot write: they go on as if nothing had happened, or say what did."""
+
+import dataclasses
+import gc
+import io
+import itertools
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from train_micro import micro_config, write_text
+
+from train import __main__ as program
+from train import loop
+from train.checkpoint import CheckpointError, Checkpoints, Progress
+from train.config import SettingError
+from train.metrics import read_metrics, series
+from train.run_dir import read_config
+from train.step import StepMetrics, TrainState
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def run_config(text, **overrides):
+    settings = dict(data=text, held_out_fraction=0.2, num_layers=1, steps=24, eval_every=8, checkpoint_every=5)
+    return micro_config(**(settings | overrides))
+
+
+def train(config, run_dir, resume=True):
+    return loop.train(config, run_dir=run_dir, console=Console(file=io.StringIO()), resume=resume)
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    config = run_config(text, ema_decay=0.9, on_nonfinite="skip", documents="packed")
+    return config, train(config, tmp_path_factory.mktemp("runs") / "unbroken")
+
+
+def curve(run_dir):
+    """What a run computed, bit by bit: no times, no memory."""
+    records = read_metrics(run_dir)
+    return {name: series(records, name) for name in ("loss", "grad_norm", "learning_rate", "held_out_loss", "skipped")}
+
+
+def start(run_dir, config_path):
+    command = [sys.executable, "-m", "train", "--config", str(config_path), "--resume", str(run_dir)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(run_dir, process, step):
+    """Returns when the run's records have come to a step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (run_dir / "metrics.jsonl").exists() and (read_metrics(run_dir) or [{"step": 0}])[-1]["step"] >= step:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the run did not come to step {step}: {process.communicate()}")
+
+
+def test_a_run_that_was_killed_goes_on_bitwise_as_the_unbroken_one(unbroken, tmp_path):
+    config, whole = unbroken
+    process = start(tmp_path / "run", whole.run_dir / "config.json")
+    wait_for_step(tmp_path / "run", process, 12)
+    process.kill()
+    process.communicate()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "los')  # as if the kill had come in the middle of a line
+    reached = read_metrics(tmp_path / "run")[-1]["step"]
+    assert 12 <= reached < 24
+    result = train(config, tmp_path / "run")
+    assert curve(tmp_path / "run") == curve(whole.run_dir)
+    assert result.held_out_loss == whole.held_out_loss
+    [states, expected] = [final_state(run) for run in (tmp_path / "run", whole.run_dir)]
+    for got, want in zip(jax.tree.leaves(states), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def final_state(run_dir):
+    """The arrays of the newest checkpoint, as numpy."""
+    import orbax.checkpoint as ocp
+
+    manager = ocp.CheckpointManager((run_dir / "checkpoints").absolute())
+    items = {name: ocp.args.StandardRestore() for name in ("params", "opt_state", "ema")}
+    restored = manager.restore(manager.latest_step(), args=ocp.args.Composite(**items))
+    manager.close()
+    return {name: jax.device_get(restored[name]) for name in items}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_is_killed_again_and_again_comes_to_the_same_end(unbroken, tmp_path, seed):
+    config, whole = unbroken
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        process = start(tmp_path / "run", whole.run_dir / "config.json")
+        time.sleep(rng.uniform(6, 14))
+        process.kill()
+        process.communicate()
+    train(config, tmp_path / "run")
+    assert curve(tmp_path / "run") == curve(whole.run_dir)
+
+
+def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(unbroken, tmp_path):
+    config, whole = unbroken
+    before = curve(whole.run_dir)
+    again = train(config, whole.run_dir)
+    assert curve(whole.run_dir) == before
+    assert (again.step, again.held_out_loss, again.stopped_by) == (24, whole.held_out_loss, None)
+    assert sorted(int(path.name) for path in (whole.run_dir / "checkpoints").iterdir()) == [15, 20, 24]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Replaces the jitted functions; ``act(step)`` is called in every step, and parameters count the steps."""
+
+    def script(act):
+        def make_train_step(graphdef, optimizer, **_):
+            calls = itertools.count(1)
+
+            def train_step(state, tokens, segment_ids):
+                act(next(calls))
+                return state._replace(params=jax.tree.map(lambda x: x + 1, state.params)), StepMetrics(1.0, 1.0)
+
+            return train_step
+
+        monkeypatch.setattr(loop, "make_train_step", make_train_step)
+        monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda *_: (1.0, 1.0))
+
+    return script
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_no_error(text, tmp_path, scripted, monkeypatch, capsys, number):
+    scripted(lambda step: os.kill(os.getpid(), number) if step == 7 else None)
+    config = run_config(text, num_layers=1)
+    (tmp_path / "config.json").write_text(config.to_json())
+    before = signal.getsignal(number)
+    arguments = ["--config", str(tmp_path / "config.json"), "--resume", str(tmp_path / "run")]
+    program.main(arguments)  # does not raise: exit status 0
+    assert signal.getsignal(number) is before
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"stopped by {number.name} after step 7 of 24 with a checkpoint; go on with python -m train --resume" in shown
+    )
+    assert (tmp_path / "run" / "checkpoints" / "7").is_dir()
+    assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 8))
+    scripted(lambda step: None)
+    assert train(config, tmp_path / "run").step == 24
+    assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 25))
+
+
+def test_the_second_ctrl_c_is_pythons_own(text, tmp_path, scripted):
+    def twice(step):
+        for _ in range(2 * (step == 3)):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    scripted(twice)
+    with pytest.raises(KeyboardInterrupt):
+        train(run_config(text), tmp_path / "run")
+
+
+def test_a_folder_that_takes_no_checkpoints_is_refused_by_name(text, tmp_path, scripted):
+    scripted(lambda step: None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match=f"checkpoints cannot be kept in {tmp_path}/run/checkpoints: "):
+        train(run_config(text), tmp_path / "run")
+
+
+# What orbax leaves behind when a write fails: coroutines that nobody awaited, and event loops that nobody closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_disk_that_fills_up_is_an_error_and_leaves_the_checkpoint_before(text, tmp_path, scripted):
+    """Once the checkpoint of step 5 is there, no file may grow beyond 20 kB: that of step 10 cannot be written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(step):
+        if step == 10:
+            while not (tmp_path / "run" / "checkpoints" / "5").exists():
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+
+    scripted(fill)
+    config = run_config(text)
+    try:
+        with pytest.raises(CheckpointError, match="in .*checkpoints: .*; that of step 5 is whole"):
+            train(config, tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        gc.collect()
+    scripted(lambda step: None)
+    assert train(config, tmp_path / "run").step == 24
+    assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 25))
+
+
+def make_state(value):
+    array = jnp.full((3, 5), value, jnp.float32)
+    return TrainState({"matrix": array}, {"moment": array + 0.5})
+
+
+def test_checkpoints_are_kept_to_a_number_and_read_back(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
+        checkpoints.restore(make_state(0.0))
+    for step in (10, 20, 30):
+        checkpoints.save(make_state(float(step)), Progress(step, 1.5 * step, step // 10))
+    checkpoints.wait()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["20", "30"]
+    state, progress = checkpoints.restore(make_state(0.0))
+    assert progress == Progress(30, 45.0, 3)
+    np.testing.assert_array_equal(state.opt_state["moment"], np.full((3, 5), 30.5))
+    params, step = checkpoints.restore_params(make_state(0.0).params, ema=False)
+    assert step == 30 and float(params["matrix"][0, 0]) == 30.0
+    checkpoints.close()
+
+
+def test_a_damaged_checkpoint_is_an_error_that_names_the_others(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (10, 20):
+        checkpoints.save(make_state(float(step)), Progress(step, 0.0, 0))
+    checkpoints.wait()
+    for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:5])
+    with pytest.raises(CheckpointError, match=r"checkpoints/20 cannot be read: .*; others: \[10\], which are used if"):
+        checkpoints.restore(make_state(0.0))
+    checkpoints.close()
+
+
+def test_what_was_half_written_when_the_process_died_is_not_a_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
+    checkpoints.wait()
+    checkpoints.close()
+    half = tmp_path / "checkpoints" / "20.orbax-checkpoint-tmp"
+    (half / "params").mkdir(parents=True)
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.latest() == 10
+    again.save(make_state(20.0), Progress(20, 0.0, 0))
+    again.wait()
+    assert again.latest() == 20
+    again.close()
+
+
+def test_other_batches_or_another_model_are_refused(text, tmp_path, scripted):
+    scripted(lambda step: None)
+    config = run_config(text)
+    train(config, tmp_path / "run")
+    with pytest.raises(SettingError, match="seed=9: the run has 0 and cannot go on with another"):
+        train(dataclasses.replace(config, seed=9), tmp_path / "run")
+    longer = dataclasses.replace(config, steps=30)
+    assert train(longer, tmp_path / "run").step == 30 and read_config(tmp_path / "run") == longer

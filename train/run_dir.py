@@ -1,0 +1,73 @@
+"""A run's folder: its name, the settings beside it, and which of them may change when the run goes on."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .config import SettingError, TrainConfig
+
+CONFIG_NAME = "config.json"
+# What may differ when a run goes on. Everything else would make another model, or other batches, than those so far.
+CHANGEABLE = frozenset(
+    {
+        *("steps", "micro_batch", "mesh", "distributed", "runs_dir", "name"),
+        *("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "health_every", "health_tokens"),
+        *("on_nonfinite", "max_skipped_in_a_row", "tensorboard", "peak_flops"),
+        *("model.attention", "model.sage_preset", "model.recompute", "model.loss_chunk", "model.compute_dtype"),
+        *("data.data", "data.tokenizer", "data.held_out_sequences", "data.workers"),
+        *(f"optimizer.{name}" for name in ("peak_learning_rate", "final_learning_rate_ratio", "warmup_steps")),
+        *(f"optimizer.{name}" for name in ("schedule", "decay_fraction", "weight_decay", "clip_norm", "z_loss")),
+    }
+)
+
+
+def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
+    """runs_dir/name, or the first of name-2, name-3, ... that is not there yet: no run overwrites another."""
+    name = config.name or f"{config.preset}-{suffix or config.model.attention}"
+    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in (Path(config.runs_dir) / candidate for candidate in candidates) if not path.exists())
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The settings of a run.
+
+    Raises:
+      FileNotFoundError: no run is there.
+    """
+    path = run_dir / CONFIG_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(run_dir)!r} is no run: it has no {CONFIG_NAME}")
+    return TrainConfig.from_json(path.read_text(encoding="utf-8"))
+
+
+def write_config(run_dir: Path, config: TrainConfig) -> None:
+    """Writes the settings, whole or not at all."""
+    partial = run_dir / f".{CONFIG_NAME}.partial"
+    partial.write_text(config.to_json(), encoding="utf-8")
+    partial.replace(run_dir / CONFIG_NAME)
+
+
+def check_continues(old: TrainConfig, new: TrainConfig) -> None:
+    """Refuses settings that a run cannot go on with.
+
+    Raises:
+      SettingError: names the setting, both values, and what may change.
+    """
+    before, after = dict(_flat(dataclasses.asdict(old))), dict(_flat(dataclasses.asdict(new)))
+    for name in sorted(before):
+        if before[name] != after[name] and name not in CHANGEABLE:
+            raise SettingError(
+                f"{name}={after[name]!r}: the run has {before[name]!r} and cannot go on with another; "
+                f"what may change: {', '.join(sorted(CHANGEABLE))}"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting under its dotted name."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
