@@ -49,7 +49,7 @@ def align(query, key, value):
     return _place(operands, specs, mesh)
 
 
-def replicate(x):
+def replicate(x) -> Any:
     """The same array, or None, on all devices, if its type tells of placement: a search works on no other."""
     mesh = _mesh([x])
     if AxisType.Explicit not in mesh.axis_types or x is None:
