@@ -36,9 +36,11 @@ def measured(sigma, config):
 
 def test_errors_are_those_of_attention_and_of_the_quantised_scores():
     """Written out in numpy, float64, with the dense oracle's results as what attention returns."""
-    q, k, v, do = inputs = make_inputs(2.0)
+    inputs = make_inputs(1.0)
+    # Keys of unlike sizes, so that it matters that a key's scale is folded into dS before dS is rounded.
+    inputs[1] = inputs[1] * jnp.where(jnp.arange(192) % 3 == 0, 6.0, 0.5)[:, None, None]
     config = SageConfig(key_scale="token")
-    report = measured(2.0, config)
+    report = jitted(config)(*inputs)
     exact = helpers.exact(*inputs, is_causal=True)
     quantized = helpers.oracle(*inputs, is_causal=True, config=config)
     for field in ("out", "dq", "dk", "dv"):
@@ -59,7 +61,7 @@ def test_errors_are_those_of_attention_and_of_the_quantised_scores():
     tiles = folded.reshape(4, 192, 3, 64)
     zeros = np.abs(tiles) < np.abs(tiles).max(-1, keepdims=True) / 127 / 2
     share = (zeros.reshape(4, 192, 192) & seen).sum() / (4 * seen.sum())
-    assert float(report.ds_zero_share) == pytest.approx(share, rel=0.05)
+    assert float(report.ds_zero_share) == pytest.approx(share, rel=0.01)
     assert float(report.largest_logit) == pytest.approx(np.abs(s[:, seen]).max(), rel=1e-5)
 
 
