@@ -70,10 +70,9 @@ def assert_close(got, expected, bound=1e-6):
 
 @multi_device
 class TestPlainJit:
-    @pytest.mark.parametrize(
-        ("kind", "spec"), [("auto", P("x", None, "y")), ("explicit", P("x", None, "y")), ("auto", P(None, None, "y"))]
-    )
-    def test_batch_and_heads_stay_apart(self, cpu_implementation, kind, spec):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_batch_and_heads_stay_apart(self, cpu_implementation, kind):
+        spec = P("x", None, "y")
         compiled, got = compile_for(make_mesh(kind), both_passes(cpu_implementation), inputs(), (spec,) * 4)
         assert collectives(compiled) == []
         for x, of in ((x, spec) for x in got):
@@ -117,6 +116,7 @@ class TestPlainJit:
         assert collectives(compiled) == []
         assert_close(got, jax.jit(run)(query, key, value, dout))
 
+    @pytest.mark.slow
     def test_nested_vmap(self):
         arrays = [x.reshape(2, 1, 2, *x.shape[1:]) for x in inputs()[:3]]
         run = jax.vmap(jax.vmap(forward("triton-interpreted")))

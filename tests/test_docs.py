@@ -1,0 +1,25 @@
+"""What the documents name exists."""
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def names_of(path):
+    """Every test of a file as name or Class::name."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)}
+    return found
+
+
+def test_tests_of_the_user_cases_exist():
+    named = re.findall(r"`(test_\w+\.py)::([\w:]+)`", (TESTS.parent / "docs" / "user_cases.md").read_text())
+    assert len(named) > 80
+    missing = [f"{file}::{name}" for file, name in named if name not in names_of(TESTS / file)]
+    assert not missing
