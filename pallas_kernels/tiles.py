@@ -160,9 +160,9 @@ def _with_masks(tile, owns_keys, has_bias) -> Tile:
     """The tile for a kernel with masks, where nothing says which tile comes next or is the largest.
 
     Not timed. A tile of bias in float32 takes as much shared memory as K and V, and registers: with 64 rows, and two
-    stages in all, the kernels of the default and mixed presets with one kind of masks fit (tests/test_compile_kernels.py,
-    2026-11-29). One of them, dK and dV of causal segments in 16 bits at depth 128 without wgmma, spills 4 bytes; half
-    its tile would take a fifth more instructions a score.
+    stages in all, the kernels of the default and mixed presets with one kind of masks fit (2026-11-29,
+    tests/test_compile_kernels.py). One of them, dK and dV of causal segments in 16 bits at depth 128 without wgmma,
+    spills 4 bytes; half its tile would take a fifth more instructions a score.
     """
     tile = dataclasses.replace(tile, dp_ahead=False, last_first=False, num_stages=min(2, tile.num_stages))
     if not has_bias:
