@@ -14,6 +14,7 @@ from pallas_kernels import steps
 from pallas_kernels.forward import HIDDEN, TINY_SCALE
 from pallas_kernels.hopper import launch
 from pallas_kernels.hopper.launch import ROWS, across, down, fetch, filled, matrix, slot_of, turned
+from pallas_kernels.hopper.queries import hide, over_keys, query_block
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -31,22 +32,15 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
 
     grid = (batch, heads, pl.cdiv(queries, rows))
 
-    def here():
-        """(batch, head, its key head, first query) of this block, and how many tiles of keys its queries see."""
-        b, n, tile = launch.program(grid)
-        # Causal blocks with the most keys first: a shorter tail of the launch.
-        tile = pl.cdiv(queries, rows) - 1 - tile if spec.is_causal else tile
-        count = jnp.int32(pl.cdiv(spec.key_length, span))
-        if spec.is_causal:
-            count = jnp.minimum(count, pl.cdiv(jnp.minimum((tile + 1) * rows, queries), jnp.int32(span)))
-        return b, n, lax.div(n, jnp.int32(heads // kv_heads)), tile * rows, count
+    block = functools.partial(query_block, grid, rows, queries, span, spec=spec)
 
     def compute(group, q_ref, k_ref, v_ref, q_scale_ref, k_scale_ref, v_scale_ref, *refs):
         outputs, (q_own, *buffers, k_ring, v_ring, own, k_full, v_full, k_free, v_free) = (
             refs[: 2 + 2 * keep_out],
             refs[2 + 2 * keep_out :],
         )
-        b, n, kv, first, count = here()
+        b, n, first, count = block()
+        kv = lax.div(n, jnp.int32(heads // kv_heads))
         # A group past the end repeats the last rows.
         first = jnp.minimum(first + group * GROUP, queries - GROUP)
         mine = pl.ds(first, GROUP)
@@ -63,9 +57,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             s = launch.product(q_own.at[group], turned(k_ring.at[slot]), shape).astype(jnp.float32)
             launch.arrive(k_free.at[slot])
             if edge:
-                limit = launch.row_numbers() + first if spec.is_causal else launch.row_numbers() * 0 + spec.key_length
-                limit = jnp.minimum(limit, spec.key_length - 1) - j * span
-                s, scale = launch.hide(s, limit, HIDDEN), jnp.where(scale == 0, TINY_SCALE, scale)
+                s, scale = hide(s, HIDDEN, first, j * span, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
             peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
             # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
             p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
@@ -76,13 +68,9 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             launch.arrive(v_free.at[slot])
             return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
 
-        whole = jnp.int32(spec.key_length // span)
-        if spec.is_causal:
-            whole = jnp.minimum(whole, lax.div(first + 1, jnp.int32(span)))
         nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
         carry = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
-        carry = lax.fori_loop(jnp.int32(0), whole, functools.partial(body, edge=False), carry)
-        out, _, shift, total = lax.fori_loop(whole, count, functools.partial(body, edge=True), carry)
+        out, _, shift, total = over_keys(body, carry, first, count, span, spec=spec)
         out = out * across(1 / total, out.shape)
         out = out * down(launch.load_vector(v_scale_ref.at[b, kv], launch.COLUMNS), out.shape)
         lse = shift + jnp.log(total) * steps.LOG2_E
@@ -90,7 +78,8 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
 
     def copy(q_ref, k_ref, v_ref, *refs):
         k_ring, v_ring, _, k_full, v_full, k_free, v_free = refs[-7:]
-        b, _, kv, _, count = here()
+        b, n, _, count = block()
+        kv = lax.div(n, jnp.int32(heads // kv_heads))
 
         def load_k(j, slot):
             fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])

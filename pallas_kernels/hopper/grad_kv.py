@@ -23,7 +23,7 @@ from pallas_kernels.hopper.launch import (
     matrix,
     slot_of,
     turned,
-)  # Queries of a tile where no rounding asks for a number. SPAN_16 = 64
+)
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 # Queries of a tile where no rounding asks for a number.
@@ -39,18 +39,7 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
     group, rows, int8 = ops.dout.shape[2] // kv_heads, layout.groups * GROUP, want_dk != want_dv
     span = SPAN_16 if not int8 else spec.config.dk_span if want_dk else spec.config.dv_span
     tiles = pl.cdiv(spec.query_length, span)
-    # What the ring holds of a tile of queries: matrices by time or turned, and vectors.
-    streams = dict(q=ops.q)
-    if want_dk or not int8:
-        streams |= dict(dout=ops.dout)
-    if want_dk:
-        streams |= dict(q_turned=ops.q_turned) if int8 else dict(q_16=ops.q_16)
-    elif int8:
-        streams |= dict(dout_turned=ops.dout_turned)
-    # An INT8 product takes the scale that varies along its sum with the exponent, for nothing.
-    vectors = dict(q_scale=ops.q_scale, shift=(ops.shift_dk if want_dk else ops.shift_dv) if int8 else ops.shift)
-    vectors |= dict(delta=ops.delta) if want_dk else {}
-    own = dict(k=ops.k) | (dict(v=ops.v) if want_dk else {})
+    own, streams, vectors = _operands(ops, int8, want_dk)
     names = (*own, *streams, *vectors)
 
     grid = (batch, kv_heads, pl.cdiv(keys, rows))
@@ -92,16 +81,12 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             launch.arrive(held["free"].at[slot])
             return sums
 
-        def head(g, sums):
-            start, end, edges = g * per_head, (g + 1) * per_head, 0
-            if spec.is_causal:
-                edges = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
-                edges = jnp.maximum(jnp.minimum(edges, per_head), 0)
-                sums = lax.fori_loop(start, start + edges, functools.partial(body, edge=True), sums)
-            return lax.fori_loop(start + edges, end, functools.partial(body, edge=False), sums)
-
         sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
-        sums = head(jnp.int32(0), sums) if group == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(group), head, sums)
+        edges = 0
+        if spec.is_causal:
+            edges = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
+            edges = jnp.maximum(jnp.minimum(edges, per_head), 0)
+        sums = _over_queries(body, sums, group, per_head, edges)
         # NaN if a query of the group is not finite: the maximum of a row loses it.
         poison = poison_ref[b, n, 0]
         factors = [1 / steps.LOG2_E if int8 else spec.scale] * want_dk + [1.0] * want_dv
@@ -150,6 +135,30 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
         ],
         layout=layout,
     )
+
+
+def _operands(ops, int8, want_dk):
+    """By name: what a group owns, what the ring holds of a tile of queries by time or turned, and its vectors."""
+    own, streams = dict(k=ops.k), dict(q=ops.q)
+    # An INT8 product takes the scale that varies along its sum with the exponent, for nothing.
+    vectors = dict(q_scale=ops.q_scale, shift=(ops.shift_dk if want_dk else ops.shift_dv) if int8 else ops.shift)
+    if not want_dk:
+        return own, streams | dict(dout_turned=ops.dout_turned), vectors
+    streams |= dict(dout=ops.dout) | (dict(q_turned=ops.q_turned) if int8 else dict(q_16=ops.q_16))
+    return own | dict(v=ops.v), streams, vectors | dict(delta=ops.delta)
+
+
+def _over_queries(body, sums, group, per_head, edges):
+    """body(step, sums, edge=...) over the tiles of queries of each head of the group, of which the first have edges."""
+
+    def head(g, sums):
+        start, end = g * per_head, (g + 1) * per_head
+        # Without causality there are none, and no loop is made for them.
+        if not isinstance(edges, int):
+            sums = lax.fori_loop(start, start + edges, functools.partial(body, edge=True), sums)
+        return lax.fori_loop(start + edges, end, functools.partial(body, edge=False), sums)
+
+    return head(jnp.int32(0), sums) if group == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(group), head, sums)
 
 
 def _tile(held, k_own, v_own, k_scale, slot, i, sums, *, edge, spec, first_key, span, want):

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import launch
 from pallas_kernels.hopper.launch import ROWS, across, fetch, filled, matrix, slot_of, turned
+from pallas_kernels.hopper.queries import hide, over_keys, query_block
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -25,19 +26,12 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
 
     grid = (batch, heads, pl.cdiv(queries, rows))
 
-    def here():
-        """(batch, head, its key head, first query) of this block, and how many tiles of keys its queries see."""
-        b, n, tile = launch.program(grid)
-        # Causal blocks with the most keys first: a shorter tail of the launch.
-        tile = pl.cdiv(queries, rows) - 1 - tile if spec.is_causal else tile
-        count = jnp.int32(pl.cdiv(spec.key_length, span))
-        if spec.is_causal:
-            count = jnp.minimum(count, pl.cdiv(jnp.minimum((tile + 1) * rows, queries), jnp.int32(span)))
-        return b, n, lax.div(n, jnp.int32(heads // kv_heads)), tile * rows, count
+    block = functools.partial(query_block, grid, rows, queries, span, spec=spec)
 
     def compute(group, q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):
         dq_ref, q_own, dout_own, k_ring, v_ring, right_ring, own, k_full, v_full, right_full, free = refs
-        b, n, kv, first, count = here()
+        b, n, first, count = block()
+        kv = lax.div(n, jnp.int32(heads // kv_heads))
         # A group past the end repeats the last rows.
         first = jnp.minimum(first + group * GROUP, queries - GROUP)
         mine = pl.ds(first, GROUP)
@@ -58,9 +52,7 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
                 p = jnp.exp2(s.astype(jnp.float32) * across(q_scale * k_scale, shape) + across(-lse, shape))
                 if not edge:
                     return p
-                limit = launch.row_numbers() + first if spec.is_causal else launch.row_numbers() * 0 + spec.key_length
-                limit = jnp.minimum(limit, spec.key_length - 1) - j * span
-                return launch.hide(p, limit, 0.0)
+                return hide(p, 0.0, first, j * span, spec=spec)
 
             p, dp = launch.two_products(
                 (q_own.at[group], turned(k_ring.at[slot])),
@@ -82,19 +74,16 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
             launch.arrive(free.at[slot])
             return dq
 
-        whole = jnp.int32(spec.key_length // span)
-        if spec.is_causal:
-            whole = jnp.minimum(whole, lax.div(first + 1, jnp.int32(span)))
         dq = filled((GROUP, depth), 0.0)
-        dq = lax.fori_loop(jnp.int32(0), whole, functools.partial(body, edge=False), dq)
-        dq = lax.fori_loop(whole, count, functools.partial(body, edge=True), dq)
+        dq = over_keys(body, dq, first, count, span, spec=spec)
         # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
         poison = delta * 0 + lse * 0
         launch.store(dout_own.at[group], dq_ref.at[b, mine, n], dq * spec.scale + across(poison, dq.shape))
 
     def copy(q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):
         k_ring, v_ring, right_ring, _, k_full, v_full, right_full, free = refs[-8:]
-        b, _, kv, _, count = here()
+        b, n, _, count = block()
+        kv = lax.div(n, jnp.int32(heads // kv_heads))
 
         def load(j, slot):
             keys = pl.ds(j * span, span)
