@@ -32,15 +32,14 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
 
     grid = (batch, heads, pl.cdiv(queries, rows))
 
-    block = functools.partial(query_block, grid, rows, queries, span, spec=spec)
+    block = functools.partial(query_block, grid[2], rows, queries, span, heads // kv_heads, spec=spec)
 
     def compute(group, q_ref, k_ref, v_ref, q_scale_ref, k_scale_ref, v_scale_ref, *refs):
         outputs, (q_own, *buffers, k_ring, v_ring, own, k_full, v_full, k_free, v_free) = (
             refs[: 2 + 2 * keep_out],
             refs[2 + 2 * keep_out :],
         )
-        b, n, first, count = block()
-        kv = lax.div(n, jnp.int32(heads // kv_heads))
+        b, n, kv, first, count = block()
         # A group past the end repeats the last rows.
         first = jnp.minimum(first + group * GROUP, queries - GROUP)
         mine = pl.ds(first, GROUP)
@@ -57,7 +56,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             s = launch.product(q_own.at[group], turned(k_ring.at[slot]), shape).astype(jnp.float32)
             launch.arrive(k_free.at[slot])
             if edge:
-                s, scale = hide(s, HIDDEN, first, j * span, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
+                s, scale = hide(s, HIDDEN, first, j, span, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
             peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
             # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
             p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
@@ -68,9 +67,11 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             launch.arrive(v_free.at[slot])
             return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
 
-        nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
-        carry = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
-        out, _, shift, total = over_keys(body, carry, first, count, span, spec=spec)
+        def start():
+            nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
+            return filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
+
+        out, _, shift, total = over_keys(body, start, first, count, span, spec=spec)
         out = out * across(1 / total, out.shape)
         out = out * down(launch.load_vector(v_scale_ref.at[b, kv], launch.COLUMNS), out.shape)
         lse = shift + jnp.log(total) * steps.LOG2_E
@@ -78,8 +79,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
 
     def copy(q_ref, k_ref, v_ref, *refs):
         k_ring, v_ring, _, k_full, v_full, k_free, v_free = refs[-7:]
-        b, n, _, count = block()
-        kv = lax.div(n, jnp.int32(heads // kv_heads))
+        b, _, kv, _, count = block()
 
         def load_k(j, slot):
             fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])

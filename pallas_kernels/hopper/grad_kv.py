@@ -46,7 +46,7 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
 
     def here():
         """(batch, key head, first key) of this block, the first tile of queries that sees one, and tiles a head."""
-        b, n, tile = launch.program(grid)
+        b, n, tile = launch.program()
         first = jnp.minimum(lax.div(tile * rows, jnp.int32(span)), tiles) if spec.is_causal else jnp.int32(0)
         return b, n, tile * rows, first, jnp.int32(tiles) - first
 
@@ -82,10 +82,13 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             return sums
 
         sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
-        edges = 0
-        if spec.is_causal:
-            edges = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
-            edges = jnp.maximum(jnp.minimum(edges, per_head), 0)
+
+        def edges():
+            if not spec.is_causal:
+                return 0
+            count = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
+            return jnp.maximum(jnp.minimum(count, per_head), 0)
+
         sums = _over_queries(body, sums, group, per_head, edges)
         # NaN if a query of the group is not finite: the maximum of a row loses it.
         poison = poison_ref[b, n, 0]
@@ -149,14 +152,15 @@ def _operands(ops, int8, want_dk):
 
 
 def _over_queries(body, sums, group, per_head, edges):
-    """body(step, sums, edge=...) over the tiles of queries of each head of the group, of which the first have edges."""
+    """body(step, sums, edge=...) over the tiles of queries of each head of the group, of which edges() come first."""
 
     def head(g, sums):
         start, end = g * per_head, (g + 1) * per_head
+        count = edges()
         # Without causality there are none, and no loop is made for them.
-        if not isinstance(edges, int):
-            sums = lax.fori_loop(start, start + edges, functools.partial(body, edge=True), sums)
-        return lax.fori_loop(start + edges, end, functools.partial(body, edge=False), sums)
+        if not isinstance(count, int):
+            sums = lax.fori_loop(start, start + count, functools.partial(body, edge=True), sums)
+        return lax.fori_loop(start + count, end, functools.partial(body, edge=False), sums)
 
     return head(jnp.int32(0), sums) if group == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(group), head, sums)
 

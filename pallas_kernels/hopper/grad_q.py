@@ -26,12 +26,11 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
 
     grid = (batch, heads, pl.cdiv(queries, rows))
 
-    block = functools.partial(query_block, grid, rows, queries, span, spec=spec)
+    block = functools.partial(query_block, grid[2], rows, queries, span, heads // kv_heads, spec=spec)
 
     def compute(group, q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):
         dq_ref, q_own, dout_own, k_ring, v_ring, right_ring, own, k_full, v_full, right_full, free = refs
-        b, n, first, count = block()
-        kv = lax.div(n, jnp.int32(heads // kv_heads))
+        b, n, kv, first, count = block()
         # A group past the end repeats the last rows.
         first = jnp.minimum(first + group * GROUP, queries - GROUP)
         mine = pl.ds(first, GROUP)
@@ -52,7 +51,7 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
                 p = jnp.exp2(s.astype(jnp.float32) * across(q_scale * k_scale, shape) + across(-lse, shape))
                 if not edge:
                     return p
-                return hide(p, 0.0, first, j * span, spec=spec)
+                return hide(p, 0.0, first, j, span, spec=spec)
 
             p, dp = launch.two_products(
                 (q_own.at[group], turned(k_ring.at[slot])),
@@ -74,16 +73,14 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
             launch.arrive(free.at[slot])
             return dq
 
-        dq = filled((GROUP, depth), 0.0)
-        dq = over_keys(body, dq, first, count, span, spec=spec)
+        dq = over_keys(body, lambda: filled((GROUP, depth), 0.0), first, count, span, spec=spec)
         # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
         poison = delta * 0 + lse * 0
         launch.store(dout_own.at[group], dq_ref.at[b, mine, n], dq * spec.scale + across(poison, dq.shape))
 
     def copy(q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):
         k_ring, v_ring, right_ring, _, k_full, v_full, right_full, free = refs[-8:]
-        b, n, _, count = block()
-        kv = lax.div(n, jnp.int32(heads // kv_heads))
+        b, _, kv, _, count = block()
 
         def load(j, slot):
             keys = pl.ds(j * span, span)

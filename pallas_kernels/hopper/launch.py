@@ -5,7 +5,6 @@ share from memory into a ring of `stages` buffers. The backend has no interprete
 on a GPU, or are compiled for one.
 """
 
-import math
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -260,7 +259,7 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
     """Run compute(group, refs) in each computing warp group and copy(refs) in the copying one, for each program.
 
     `grid` are the counts of (batch, heads, tiles), the last of which moves fastest: neighbours share what they read of
-    one head. They are one axis of the launch, since others end at 65535. The refs are `inputs`, outputs and `scratch`.
+    one head. The refs are `inputs`, outputs and `scratch`.
     """
 
     def kernel(*refs):
@@ -281,8 +280,8 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
         kernel,
         out_type=out_shapes,
         scratch_types=scratch,
-        grid=(math.prod(grid),),
-        grid_names=("program",),
+        grid=grid,
+        grid_names=("batch", "head", "tile"),
         num_threads=layout.groups + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
@@ -295,9 +294,6 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
     return vary_with(inputs, results)
 
 
-def program(grid):
-    """(batch, head, tile) of this block, of as many as `grid` says."""
-    index = lax.axis_index("program")
-    _, heads, tiles = map(jnp.int32, grid)
-    over = lax.div(index, tiles)
-    return lax.div(over, heads), lax.rem(over, heads), lax.rem(index, tiles)
+def program():
+    """(batch, head, tile) of this block."""
+    return tuple(lax.axis_index(name) for name in ("batch", "head", "tile"))

@@ -83,6 +83,8 @@ TABLE = (
     _row("grad_q_16", 128, False, 3, 2, 1.971),
     _row("grad_q_16", 128, True, 3, 2, 1.088),
 )
+# What the two slower axes of a launch can count: batch and heads.
+MOST_PROGRAMS = 65535
 # The spans that the kernels' buffers and products are made for.
 _SPANS = dict(
     forward=("pv_span", 128),
@@ -107,6 +109,7 @@ def find(kernel, spec, *tensors, grouped=False) -> Groups | None:
     name, span = _SPANS.get(kernel, ("dk_span", config.dk_span))
     suits = (
         available()
+        and all(max(x.shape[0], x.shape[2]) <= MOST_PROGRAMS for x in tensors)
         and all(x.dtype == jnp.bfloat16 for x in tensors)
         and spec.uses_int8("qk")
         and config.key_scale == "block"
