@@ -1,10 +1,10 @@
 # make train: train the tiny model twice on the CPU, with exact attention and with SageBwd, and compare the losses.
-# make test:  the test suite. make check: format, lint and types. PYTHON picks the interpreter (3.11 or newer).
+# make test: the test suite; make test-slow: what takes minutes. make check: format, lint and types. PYTHON picks the interpreter (3.11 or newer).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check format clean
+.PHONY: train test test-slow check format clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,9 @@ train: $(VENV)/train.stamp
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow'
+
+test-slow: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu'
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .

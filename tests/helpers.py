@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.extend.core
@@ -43,14 +44,24 @@ def using(implementation):
         yield "triton" if interpreted else implementation
 
 
+class Results(NamedTuple):
+    """What one forward and backward pass of a plain call makes."""
+
+    out: jax.Array
+    lse: jax.Array
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+
+
 def forward_and_backward(implementation, **options):
-    """A jitted (query, key, value, dout) -> Attended. A new one a call: its cache must not mix implementations."""
+    """A jitted (query, key, value, dout) -> Results. A new one a call: its cache must not mix implementations."""
 
     def run(query, key, value, dout):
         with using(implementation) as name:
             call = functools.partial(attention, implementation=name, return_residual=True, **options)
             (out, lse), vjp = jax.vjp(call, query, key, value)
-            return Attended(out, lse, *vjp((dout, jnp.zeros_like(lse))))
+            return Results(out, lse, *vjp((dout, jnp.zeros_like(lse))))
 
     return jax.jit(run)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Attended, assert_within, forward_and_backward, make_inputs, oracle, relative_error
+from helpers import Results, assert_within, forward_and_backward, make_inputs, oracle, relative_error
 
 from pallas_kernels import launch
 from pallas_kernels.hopper import tiles
@@ -136,7 +136,7 @@ class TestResults:
         inputs = make_inputs(500, 500, batch=3, heads=4, kv_heads=2, depth=128, dtype=jnp.bfloat16)
         run = forward_and_backward("triton", is_causal=is_causal, config=CONFIGS[config])
         whole, again, alone = run(*inputs), run(*inputs), run(*(x[1:2] for x in inputs))
-        for name in Attended._fields:
+        for name in Results._fields:
             first = np.asarray(getattr(whole, name).astype(jnp.float32))
             np.testing.assert_array_equal(first, np.asarray(getattr(again, name).astype(jnp.float32)), name)
             np.testing.assert_array_equal(first[1:2], np.asarray(getattr(alone, name).astype(jnp.float32)), name)

@@ -147,7 +147,7 @@ class TestMasks:
 
         return both
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
     def test_agree_with_one_device(self, cpu_implementation, kind):
         split = P("x", None, "y")
         specs = *[split] * 4, P("x"), P(None, "y"), P("x")

@@ -13,7 +13,7 @@ from sagebwd_jax.reference import visible_scores
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
-few = hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None)
+few = hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
 
 B, N = 2, 3
 
