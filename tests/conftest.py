@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import helpers
 import pytest
@@ -24,7 +25,17 @@ def pytest_configure(config):
         jax.config.update("jax_platforms", "cpu")
 
 
+def _listed() -> set[str]:
+    """The tests that make test leaves to make test-more."""
+    lines = (Path(__file__).parent / "more_tests.txt").read_text().splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
 def pytest_collection_modifyitems(config, items):
+    listed = _listed()
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in listed:
+            item.add_marker("more")
     if not _wants_gpu(config):
         for item in items:
             if "gpu" in item.keywords:
