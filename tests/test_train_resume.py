@@ -170,8 +170,13 @@ def test_the_second_ctrl_c_is_pythons_own(text, tmp_path, scripted):
             signal.raise_signal(signal.SIGINT)
 
     scripted(twice)
-    with pytest.raises(KeyboardInterrupt):
-        train(run_config(text), tmp_path / "run")
+    # What runs in the background of a shell ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(run_config(text), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_folder_that_takes_no_checkpoints_is_refused_by_name(text, tmp_path, scripted):
