@@ -107,7 +107,7 @@ def describe(row: tiles.Row | hopper_tiles.Row) -> str:
     """The row as the table in tiles.py, or hopper/tiles.py, writes it."""
     if isinstance(row, hopper_tiles.Row):
         values = [f'"{row.kernel}"', row.depth, row.is_causal, row.groups, row.stages, f"{row.milliseconds:.3f}"]
-        return f"_row({', '.join(map(str, values))})"
+        return f"Row({', '.join(map(str, values))})"
     values = [f'"{row.kernel}"', row.depth, row.is_causal, row.rows, row.summed, row.num_warps, row.num_stages]
     values += [] if row.milliseconds is None else [f"{row.milliseconds:.2f}"]
     options = [f"{name}=True" for name in ("dp_ahead", "last_first") if getattr(row, name)]

@@ -43,8 +43,8 @@ def spec_of(config=None, *, is_causal=False):
     )
 
 
-def like(depth=128, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct((1, 256, 2, depth), dtype)
+def like(depth=128, dtype=jnp.bfloat16, heads=2):
+    return jax.ShapeDtypeStruct((1, 256, heads, depth), dtype)
 
 
 class TestWhichCalls:
@@ -61,14 +61,14 @@ class TestWhichCalls:
         ],
     )
     def test_depth_128_in_bfloat16_is_taken(self, hopper, kernel, config, is_causal):
-        assert tiles.find(kernel, spec_of(config, is_causal=is_causal), like()) is not None
+        assert tiles.find(kernel, spec_of(config, is_causal=is_causal), None, like()) is not None
 
     @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
     def test_other_dtypes_are_not(self, hopper, dtype):
-        assert tiles.find("forward", spec_of(), like(dtype=dtype)) is None
+        assert tiles.find("forward", spec_of(), None, like(dtype=dtype)) is None
 
     def test_other_depths_are_not(self, hopper):
-        assert tiles.find("forward", spec_of(), like(depth=32)) is None
+        assert tiles.find("forward", spec_of(), None, like(depth=32)) is None
 
     @pytest.mark.parametrize(
         "kernel,config",
@@ -84,23 +84,23 @@ class TestWhichCalls:
         ],
     )
     def test_other_scales_and_spans_are_not(self, hopper, kernel, config):
-        assert tiles.find(kernel, spec_of(config), like()) is None
+        assert tiles.find(kernel, spec_of(config), None, like()) is None
 
     def test_nothing_is_without_such_a_gpu(self):
         if launch.target_capability() == tiles.CAPABILITY:
             pytest.skip("there is one")
-        assert tiles.find("forward", spec_of(), like()) is None
+        assert tiles.find("forward", spec_of(), None, like()) is None
 
     def test_nothing_is_by_the_interpreter(self, hopper):
         with launch.interpreted():
-            assert tiles.find("forward", spec_of(), like()) is None
+            assert tiles.find("forward", spec_of(), None, like()) is None
 
     def test_nothing_is_by_an_older_jax(self, hopper, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-        assert tiles.find("forward", spec_of(), like()) is None
+        assert tiles.find("forward", spec_of(), None, like()) is None
 
     def test_grouped_heads_get_a_layout_of_their_own(self, hopper):
-        plain, grouped = (tiles.find("grad_k", spec_of(), like(), grouped=x) for x in (False, True))
+        plain, grouped = (tiles.find("grad_k", spec_of(), None, like(), like(heads=x)) for x in (2, 4))
         assert plain != grouped
 
 

@@ -29,9 +29,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     batch, heads, queries, depth = q.shape
     kv_heads, span = k.shape[1], spec.config.pv_span
     rows = layout.groups * GROUP
-
     grid = (batch, heads, pl.cdiv(queries, rows))
-
     block = functools.partial(query_block, grid[2], rows, queries, span, heads // kv_heads, spec=spec)
 
     def compute(group, q_ref, k_ref, v_ref, q_scale_ref, k_scale_ref, v_scale_ref, *refs):

@@ -14,16 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
 from pallas_kernels.hopper import launch
-from pallas_kernels.hopper.launch import (
-    COLUMNS,
-    across,
-    down,
-    fetch,
-    filled,
-    matrix,
-    slot_of,
-    turned,
-)
+from pallas_kernels.hopper.launch import COLUMNS, across, down, fetch, filled, matrix, slot_of, turned
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 # Queries of a tile where no rounding asks for a number.
@@ -41,7 +32,6 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
     tiles = pl.cdiv(spec.query_length, span)
     own, streams, vectors = _operands(ops, int8, want_dk)
     names = (*own, *streams, *vectors)
-
     grid = (batch, kv_heads, pl.cdiv(keys, rows))
 
     def here():
@@ -64,8 +54,7 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
         first_key = jnp.minimum(first_key + group_index * GROUP, keys - GROUP)
         mine = pl.ds(first_key, GROUP)
         for name in own:
-            source = inputs[name].at[b, n, mine] if name == "k" else inputs[name].at[b, mine, n]
-            fetch(source, held[name].at[group_index], held["own"].at[group_index])
+            fetch(_tile_in(name, inputs[name], b, n, mine), held[name].at[group_index], held["own"].at[group_index])
         k_scale = k_scale_ref[b, n, lax.div(first_key, jnp.int32(spec.config.block_k))]
         launch.wait(held["own"].at[group_index])
         k_own, v_own = (held[x].at[group_index] if x in own else None for x in ("k", "v"))
@@ -81,14 +70,13 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             launch.arrive(held["free"].at[slot])
             return sums
 
-        sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
-
         def edges():
             if not spec.is_causal:
                 return 0
             count = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
             return jnp.maximum(jnp.minimum(count, per_head), 0)
 
+        sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
         sums = _over_queries(body, sums, group, per_head, edges)
         # NaN if a query of the group is not finite: the maximum of a row loses it.
         poison = poison_ref[b, n, 0]
@@ -105,12 +93,7 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             head, queries = n * group + g, pl.ds((first + i) * span, span)
             full = held["full"].at[slot]
             for name in streams:
-                ref = inputs[name]
-                if name.endswith("turned"):
-                    source = ref.at[b, head, :, queries]
-                else:
-                    source = ref.at[b, head, queries] if name == "q" else ref.at[b, queries, head]
-                fetch(source, held[name].at[slot], full)
+                fetch(_tile_in(name, inputs[name], b, head, queries), held[name].at[slot], full)
             for i, name in enumerate(vectors):
                 fetch(inputs[name].at[b, head, queries], held["vectors"].at[slot, i], full)
 
@@ -149,6 +132,13 @@ def _operands(ops, int8, want_dk):
         return own, streams | dict(dout_turned=ops.dout_turned), vectors
     streams |= dict(dout=ops.dout) | (dict(q_turned=ops.q_turned) if int8 else dict(q_16=ops.q_16))
     return own | dict(v=ops.v), streams, vectors | dict(delta=ops.delta)
+
+
+def _tile_in(name, ref, b, head, time):
+    """Where these queries or keys of an operand lie: what is turned and what is INT8 has its heads before its time."""
+    if name.endswith("turned"):
+        return ref.at[b, head, :, time]
+    return ref.at[b, head, time] if name in ("q", "k") else ref.at[b, time, head]
 
 
 def _over_queries(body, sums, group, per_head, edges):

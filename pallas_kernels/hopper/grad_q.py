@@ -23,9 +23,7 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
     kv_heads, int8, span = ops.v.shape[2], spec.uses_int8("dq"), spec.config.dq_span
     rows = layout.groups * GROUP
     right = ops.k_turned if int8 else ops.k_16
-
     grid = (batch, heads, pl.cdiv(queries, rows))
-
     block = functools.partial(query_block, grid[2], rows, queries, span, heads // kv_heads, spec=spec)
 
     def compute(group, q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):

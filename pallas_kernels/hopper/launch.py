@@ -217,11 +217,9 @@ def fetch(source, target, barrier):
     plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
-def store(buffer, target, *parts):
-    """Write arrays, each to a part of the columns of `buffer`, and copy that to memory."""
-    width = buffer.shape[1] // len(parts)
-    for i, part in enumerate(parts):
-        buffer[:, pl.ds(i * width, width)] = part.astype(buffer.dtype)
+def store(buffer, target, x):
+    """Write an array to `buffer`, and copy that to memory."""
+    buffer[:, :] = x.astype(buffer.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer, target)
     plgpu.wait_smem_to_gmem(0)

@@ -24,7 +24,7 @@ class Groups:
     stages: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One entry.
 
@@ -47,51 +47,40 @@ class Row:
     grouped: bool | None = None
 
 
-def _row(kernel, depth, is_causal, groups, stages, milliseconds, *, grouped=None):
-    return Row(
-        kernel=kernel,
-        depth=depth,
-        is_causal=is_causal,
-        groups=groups,
-        stages=stages,
-        milliseconds=milliseconds,
-        grouped=grouped,
-    )
-
-
 # H200, 2026-11-29, JAX 0.11.2. Not listed, since the Triton kernels are as fast or faster: forward, grad_v and grad_k
 # at depth 64, and grad_q there if causal. The first row that suits a call is taken.
 TABLE = (
-    _row("forward", 128, False, 3, 2, 1.454),
-    _row("forward", 128, True, 3, 2, 0.845),
-    _row("grad_v", 128, False, 3, 2, 1.465),
-    _row("grad_v", 128, True, 3, 2, 0.840),
+    Row("forward", 128, False, 3, 2, 1.454),
+    Row("forward", 128, True, 3, 2, 0.845),
+    Row("grad_v", 128, False, 3, 2, 1.465),
+    Row("grad_v", 128, True, 3, 2, 0.840),
     # With grouped heads three groups would spill. The times are those of plain heads.
-    _row("grad_k", 128, False, 2, 2, 2.775, grouped=True),
-    _row("grad_k", 128, True, 2, 2, 1.656, grouped=True),
-    _row("grad_k", 128, False, 3, 2, 2.682),
-    _row("grad_k", 128, True, 3, 2, 1.604),
-    _row("grad_q", 64, False, 4, 2, 3.315),
-    _row("grad_q", 128, False, 3, 2, 2.363),
-    _row("grad_q", 128, True, 2, 2, 1.451),
-    _row("grad_kv_16", 64, False, 3, 2, 3.635),
-    _row("grad_kv_16", 64, True, 3, 2, 2.010),
-    _row("grad_kv_16", 128, False, 2, 2, 3.033),
-    _row("grad_kv_16", 128, True, 2, 2, 1.604),
-    _row("grad_q_16", 64, False, 3, 2, 2.919),
-    _row("grad_q_16", 64, True, 3, 2, 1.537),
-    _row("grad_q_16", 128, False, 3, 2, 1.971),
-    _row("grad_q_16", 128, True, 3, 2, 1.088),
+    Row("grad_k", 128, False, 2, 2, 2.775, grouped=True),
+    Row("grad_k", 128, True, 2, 2, 1.656, grouped=True),
+    Row("grad_k", 128, False, 3, 2, 2.682),
+    Row("grad_k", 128, True, 3, 2, 1.604),
+    Row("grad_q", 64, False, 4, 2, 3.315),
+    Row("grad_q", 128, False, 3, 2, 2.363),
+    Row("grad_q", 128, True, 2, 2, 1.451),
+    Row("grad_kv_16", 64, False, 3, 2, 3.635),
+    Row("grad_kv_16", 64, True, 3, 2, 2.010),
+    Row("grad_kv_16", 128, False, 2, 2, 3.033),
+    Row("grad_kv_16", 128, True, 2, 2, 1.604),
+    Row("grad_q_16", 64, False, 3, 2, 2.919),
+    Row("grad_q_16", 64, True, 3, 2, 1.537),
+    Row("grad_q_16", 128, False, 3, 2, 1.971),
+    Row("grad_q_16", 128, True, 3, 2, 1.088),
 )
 # What the two slower axes of a launch can count: batch and heads.
 MOST_PROGRAMS = 65535
-# The spans that the kernels' buffers and products are made for.
-_SPANS = dict(
-    forward=("pv_span", 128),
-    grad_v=("dv_span", 128),
-    grad_k=("dk_span", 64),
-    grad_q=("dq_span", 64),
-    grad_q_16=("dq_span", 64),
+# The INT8 products that a kernel makes beside S, and the span that its buffers and products are made for.
+_MADE_FOR = dict(
+    forward=("pv", "pv_span", 128),
+    grad_v=("dv", "dv_span", 128),
+    grad_k=("dk", "dk_span", 64),
+    grad_q=("dq", "dq_span", 64),
+    grad_kv_16=(None, None, None),
+    grad_q_16=(None, "dq_span", 64),
 )
 
 
@@ -100,27 +89,29 @@ def available() -> bool:
     return not is_interpreted() and target_capability() == CAPABILITY and jax.__version_info__[:2] >= MIN_JAX
 
 
-def find(kernel, spec, *tensors, grouped=False) -> Groups | None:
+def find(kernel, spec, visibility, *tensors) -> Groups | None:
     """The layout of a kernel for this call, or None where the Triton kernels have to run or are faster.
 
-    `tensors` are the call's inputs [B, time, N, H]; with `grouped`, several query heads share a key head.
+    `visibility` are the call's masks, `tensors` inputs of it [B, time, N, H].
     """
-    config, depth = spec.config, tensors[0].shape[-1]
-    name, span = _SPANS.get(kernel, ("dk_span", config.dk_span))
+    config, depth, heads = spec.config, tensors[0].shape[-1], {x.shape[2] for x in tensors}
+    product, name, span = _MADE_FOR[kernel]
     suits = (
         available()
+        and visibility is None
         and all(max(x.shape[0], x.shape[2]) <= MOST_PROGRAMS for x in tensors)
         and all(x.dtype == jnp.bfloat16 for x in tensors)
         and spec.uses_int8("qk")
+        and (product is None or spec.uses_int8(product))
         and config.key_scale == "block"
         and config.value_scale == "channel"
         and config.grad_scale == "row"
-        and getattr(config, name) == span
+        and (name is None or getattr(config, name) == span)
         # A scale of K must hold for all keys that a group owns.
         and config.block_k >= GROUP
     )
     for row in TABLE if suits else ():
         same = row.kernel == kernel and row.depth == depth and row.is_causal == spec.is_causal
-        if same and row.grouped in (None, grouped):
+        if same and row.grouped in (None, len(heads) > 1):
             return Groups(groups=row.groups, stages=row.stages)
     return None
