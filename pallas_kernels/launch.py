@@ -82,7 +82,7 @@ def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_war
     # The kernel's function name is what a profiler shows.
     kernel.__name__ = name
     # In a `shard_map` that checks types, a result varies over the mesh axes that an input varies over.
-    if varying := frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs)):
+    if varying := varying_axes(inputs):
         varies = jax.sharding.ManualAxisType(varying=varying)
         out_shapes = jax.tree.map(lambda x: x.update(manual_axis_type=varies), out_shapes)
     launch = pl.pallas_call(
@@ -100,15 +100,19 @@ def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_war
         return launch(*inputs)
 
 
-def vary_with(inputs, results):
-    """The results, said to vary over the mesh axes that an input varies over, in a `shard_map` that checks types."""
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in inputs))
+def varying_axes(arrays) -> frozenset:
+    """The mesh axes of a `shard_map` that one of these arrays varies over."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
+
+
+def vary_over(axes, arrays):
+    """The same arrays, each said to vary over all these axes, which a `shard_map` may check."""
 
     def vary(x):
-        missing = varying - jax.typeof(x).manual_axis_type.varying
+        missing = axes - jax.typeof(x).manual_axis_type.varying
         return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
-    return jax.tree.map(vary, results)
+    return jax.tree.map(vary, arrays)
 
 
 def inline_ptx(code, constraints, args, dtype, *, pack=1):

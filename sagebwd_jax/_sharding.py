@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -67,18 +66,7 @@ def place_like(x, other):
 
 def vary_alike(*trees):
     """The same arrays, each said to vary over all manual mesh axes that one of them varies over."""
-    axes = varying_axes(trees)
-
-    def vary(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-    return jax.tree.map(vary, trees)
-
-
-def varying_axes(arrays) -> frozenset:
-    """The manual mesh axes that one of these arrays varies over."""
-    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
+    return launch.vary_over(launch.varying_axes(trees), trees)
 
 
 def partitioned(function: Callable, name: str) -> Callable:
@@ -119,7 +107,7 @@ def over_mesh(function: Callable, name: str) -> Callable:
         return spread(
             in_specs=tuple(tree.unflatten(in_specs)),
             out_specs=out_tree.unflatten(out_specs),
-            check_vma=bool(varying_axes(operands)),
+            check_vma=bool(launch.varying_axes(operands)),
         )(*operands)
 
     return run

@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import steps
 from pallas_kernels.hopper.tiles import GROUP, Groups
-from pallas_kernels.launch import vary_with
+from pallas_kernels.launch import vary_over, varying_axes
 
 ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 TILE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -289,7 +289,7 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(*inputs)
-    return vary_with(inputs, results)
+    return vary_over(varying_axes(inputs), results)
 
 
 def program():
