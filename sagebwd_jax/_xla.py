@@ -13,7 +13,7 @@ from sagebwd_jax import _quantize, _segments, _sharding
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 from sagebwd_jax._xla_masks import cut as cut_masks
-from sagebwd_jax._xla_masks import join_bias, seen_and_bias, sum_to_bias
+from sagebwd_jax._xla_masks import join_bias, seen_and_bias, split_spans, sum_to_bias
 
 
 def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, keep: bool):
@@ -127,12 +127,6 @@ def _group(x, kv_heads):
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
-def _spans(x, axis, span):
-    """Cut `axis` into spans and move them to the front, for a scan."""
-    x = x.reshape(*x.shape[:axis], x.shape[axis] // span, span, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
-
-
 def _scores(q, k, q_scale, k_scale, spec, bias):
     """S in base 2, [B, K, G, T, S], of q [B, K, G, T, H], k [B, K, S, H] and a bias in base 2 or None."""
     s = _dot("bkgth,bksh->bkgts", q, k)
@@ -178,9 +172,9 @@ def _softmax_scan(q, k, value, q_scale, k_scale, visibility, spec):
     nothing = jnp.full(q.shape[:-1], steps.NO_SCORE, jnp.float32)
     start = jnp.zeros(q.shape, jnp.float32), nothing, nothing, jnp.zeros(q.shape[:-1], jnp.float32)
     firsts = jnp.arange(0, k.shape[2], span)
-    k_scale_spans = None if k_scale is None else _spans(_scale_a_key(k_scale, k), 2, span)
+    k_scale_spans = None if k_scale is None else split_spans(_scale_a_key(k_scale, k), 2, span)
     cut, uncut = cut_masks(visibility, kv_heads, span, along_keys=True)
-    operands = firsts, _spans(k, 2, span), k_scale_spans, _spans(v, 2, span), span_scales, cut
+    operands = firsts, split_spans(k, 2, span), k_scale_spans, split_spans(v, 2, span), span_scales, cut
     (out, _, shift, total), _ = _scan(step, start, operands)
     counts = jnp.arange(queries) < spec.query_length
     if visibility is not None:
@@ -235,7 +229,7 @@ def _grad_q_scan(r, dout, delta, visibility, spec, want_dbias):
         return dq + _dot("bkgts,bksh->bkgth", ds_int8, k_right) * ds_scale[..., None], dbias
 
     def span(x):
-        return None if x is None else _spans(x, 2, config.dq_span)
+        return None if x is None else split_spans(x, 2, config.dq_span)
 
     k_right = r.k_int8 if int8 else r.k_smooth_16
     firsts = jnp.arange(0, k.shape[2], config.dq_span)
@@ -284,7 +278,7 @@ def _grad_kv_scan(r, dout, delta, visibility, spec):
 
     def operands(length, cut, *more):
         """What a step reads of its span of queries: where it starts, masks, q, its scale, its log-sum-exp, and more."""
-        spans = (None if x is None else _spans(_group(x, kv_heads), 3, length) for x in (q, q_scale, r.lse, *more))
+        spans = (None if x is None else split_spans(_group(x, kv_heads), 3, length) for x in (q, q_scale, r.lse, *more))
         return jnp.arange(0, q.shape[2], length), cut, *spans
 
     if spec.uses_int8("dv"):

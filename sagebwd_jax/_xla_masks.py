@@ -20,7 +20,7 @@ def cut(visibility: Visibility | None, kv_heads: int, span: int, *, along_keys: 
         x = getattr(visibility, name)
         if x is not None:
             is_summed = (name == "key_segments") == along_keys
-            (scanned if is_summed else whole)[name] = _spans(x, 1, span) if is_summed else x
+            (scanned if is_summed else whole)[name] = split_spans(x, 1, span) if is_summed else x
     for name in ("mask", "bias"):
         x = getattr(visibility, name)
         if x is not None:
@@ -28,7 +28,7 @@ def cut(visibility: Visibility | None, kv_heads: int, span: int, *, along_keys: 
             x = x.reshape(x.shape[0], *heads, *x.shape[2:])
             axis = 4 if along_keys else 3
             is_summed = x.shape[axis] > 1
-            (scanned if is_summed else whole)[name] = _spans(x, axis, span) if is_summed else x
+            (scanned if is_summed else whole)[name] = split_spans(x, axis, span) if is_summed else x
     return Visibility(**scanned), Visibility(**whole)
 
 
@@ -52,12 +52,12 @@ def seen_and_bias(scanned: Visibility | None, whole: Visibility | None, queries,
 def seen_by_position(queries, keys, spec):
     """[T, S]: which scores count, from the positions of queries and keys."""
     counts = (keys < spec.key_length)[None, :] & (queries >= 0)[:, None]
-    left, right = spec.window
+    left, right = spec.reach
     if left is not None:
         counts = counts & (keys[None, :] >= queries[:, None] - left)
     if right is not None:
         counts = counts & (keys[None, :] <= queries[:, None] + right)
-    return counts & (queries[:, None] >= keys[None, :]) if spec.is_causal else counts
+    return counts
 
 
 def sum_to_bias(ds, bias, kv_heads):
@@ -74,7 +74,7 @@ def join_bias(spans, bias):
     return jnp.moveaxis(spans, 0, 4).reshape(bias.shape)
 
 
-def _spans(x, axis, span):
+def split_spans(x, axis, span):
     """Cut `axis` into spans and move them to the front, for a scan."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] // span, span, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)

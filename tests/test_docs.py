@@ -1,4 +1,4 @@
-"""What the documents name exists."""
+"""What the documents, and the list of long tests, name exists."""
 
 import ast
 import re
@@ -21,5 +21,12 @@ def names_of(path):
 def test_tests_of_the_user_cases_exist():
     named = re.findall(r"`(test_\w+\.py)::([\w:]+)`", (TESTS.parent / "docs" / "user_cases.md").read_text())
     assert len(named) > 80
+    missing = [f"{file}::{name}" for file, name in named if name not in names_of(TESTS / file)]
+    assert not missing
+
+
+def test_tests_that_are_left_to_make_test_more_exist():
+    lines = [x for x in (TESTS / "more_tests.txt").read_text().splitlines() if not x.startswith("#")]
+    named = [line.split("[")[0].split("::", 1) for line in lines]
     missing = [f"{file}::{name}" for file, name in named if name not in names_of(TESTS / file)]
     assert not missing

@@ -50,14 +50,11 @@ def read_documents(config: DataConfig, skipped: Skipped) -> list[bytes]:
       SettingError: no text there.
       DataError: a damaged file or line, unless on_bad_data is "skip".
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if config.data is None else Path(config.data)
-    if not root.exists():
-        raise FileNotFoundError(f"data={str(root)!r} does not exist; accepted: {ACCEPTED}")
     documents: list[bytes] = []
     seen: set[bytes] = set()
     room = config.max_bytes
-    paths = sorted(text_paths(root, config.data is None), key=lambda path: _digest(path.relative_to(root).as_posix()))
-    for path in paths:
+    root = Path(sysconfig.get_paths()["stdlib"]) if config.data is None else Path(config.data)
+    for path in _shuffled_paths(root, is_stdlib=config.data is None):
         for document in _documents_of(path, config, room, skipped):
             digest = hashlib.sha256(document).digest()
             # A copy of a training document among the held-out ones would be a leak.
@@ -75,11 +72,15 @@ def read_documents(config: DataConfig, skipped: Skipped) -> list[bytes]:
 def iterate_documents(config: DataConfig, skipped: Skipped) -> Iterator[bytes]:
     """Every document, one at a time, copies too: for ``train.prepare``, whose text need not fit into memory."""
     assert config.data is not None
-    root = Path(config.data)
+    for path in _shuffled_paths(Path(config.data), is_stdlib=False):
+        yield from filter(bytes.strip, _documents_of(path, config, None, skipped))
+
+
+def _shuffled_paths(root: Path, is_stdlib: bool) -> list[Path]:
+    """`text_paths` in the order of their hashed names; FileNotFoundError if there is no such folder or file."""
     if not root.exists():
         raise FileNotFoundError(f"data={str(root)!r} does not exist; accepted: {ACCEPTED}")
-    for path in sorted(text_paths(root, is_stdlib=False), key=lambda path: _digest(path.relative_to(root).as_posix())):
-        yield from filter(bytes.strip, _documents_of(path, config, None, skipped))
+    return sorted(text_paths(root, is_stdlib), key=lambda path: _digest(path.relative_to(root).as_posix()))
 
 
 def text_paths(root: Path, is_stdlib: bool) -> Iterator[Path]:
