@@ -13,7 +13,7 @@ from sagebwd_jax import RESIDUAL_NAMES, SageConfig, attention
 from sagebwd_jax.flax import QKNormAttention, RMSNorm
 
 from .config import AttentionName, ModelConfig, SettingError
-from .mesh import BATCH_AXES, P, constrain, gather_parameters
+from .mesh import BATCH_AXES, constrain, gather_parameters
 
 EMBEDDING_STD = 0.02
 SAGE_PRESETS = {
@@ -47,19 +47,10 @@ def _dot_product(implementation: Any, q: Any, k: Any, v: Any, *, is_causal: bool
 
 
 def _sagebwd(config: SageConfig, q: Any, k: Any, v: Any, *, is_causal: bool, segment_ids: Any = None) -> Any:
-    """SageBwd; on a mesh every device attends for its own sequences and heads, for a kernel cannot be cut by XLA."""
-
-    def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
-        options = {} if ids is None else dict(query_segment_ids=ids, key_value_segment_ids=ids)
-        return attention(q, k, v, is_causal=is_causal, config=config, **options)
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
-        return attend(q, k, v, segment_ids)
-    heads, tokens = P(BATCH_AXES, None, "tensor", None), P(BATCH_AXES, None)
-    # Every axis of the mesh cuts every operand, so there is nothing for the check of replicated values to find.
-    on_devices = jax.shard_map(attend, in_specs=(heads, heads, heads, tokens), out_specs=heads, check_vma=False)
-    return on_devices(q, k, v, segment_ids)
+    """SageBwd, which keeps sequences and heads on the devices of a mesh where they are."""
+    return attention(
+        q, k, v, is_causal=is_causal, config=config, query_segment_ids=segment_ids, key_value_segment_ids=segment_ids
+    )
 
 
 class SwiGLU(nnx.Module):
