@@ -104,7 +104,7 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
 
     int8_scores = spec.uses_int8("qk")
     scores = (q_int8, k_int8, v, q_scale, k_scale) if int8_scores else (q_16, k_16, v, None, None)
-    layout = hopper_tiles.find("forward", spec, visibility, query)
+    layout = hopper_tiles.find("forward", spec, visibility, query.dtype, query)
     if layout is not None:
         results = _hopper("forward")(*scores, v_scale, spec=spec, layout=layout, out_dtype=query.dtype, keep_out=keep)
     else:
@@ -193,7 +193,7 @@ def _grad_kv(ops: BackwardOperands, visibility, *, spec: CallSpec, dtype):
     """dK and dV, by one kernel or two."""
 
     def run(kernel, tile, **want):
-        layout = hopper_tiles.find(kernel, spec, visibility, ops.v, ops.dout)
+        layout = hopper_tiles.find(kernel, spec, visibility, dtype, ops.v, ops.dout)
         if layout is not None:
             return _hopper("grad_kv")(ops, spec=spec, layout=layout, out_dtype=dtype, **want)
         return grad_kv(ops, spec=spec, tile=tile, out_dtype=dtype, visibility=visibility, **want)
@@ -209,7 +209,7 @@ def _grad_kv(ops: BackwardOperands, visibility, *, spec: CallSpec, dtype):
 def _grad_q(ops: BackwardOperands, visibility, *, spec: CallSpec, dtype, keep_ds):
     """dQ, and with `keep_ds` dS."""
     kernel = "grad_q" if spec.uses_int8("dq") else "grad_q_16"
-    layout = hopper_tiles.find(kernel, spec, visibility, ops.v, ops.dout)
+    layout = hopper_tiles.find(kernel, spec, visibility, dtype, ops.v, ops.dout)
     if layout is not None:
         return _hopper("grad_q")(ops, spec=spec, layout=layout, out_dtype=dtype)
     tile = tiles.grad_q_tile(spec, ops.v.shape[-1], visibility)

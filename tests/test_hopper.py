@@ -27,7 +27,8 @@ BOUND = dict.fromkeys(("out", "dq", "dk", "dv"), 4e-3)
 @pytest.fixture
 def hopper(monkeypatch):
     """As if calls were compiled for a Hopper GPU."""
-    monkeypatch.setattr(tiles, "target_capability", lambda: tiles.CAPABILITY)
+    for module in (launch, tiles):
+        monkeypatch.setattr(module, "target_capability", lambda: tiles.CAPABILITY)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
 
 
@@ -47,6 +48,10 @@ def like(depth=128, dtype=jnp.bfloat16, heads=2):
     return jax.ShapeDtypeStruct((1, 256, heads, depth), dtype)
 
 
+def find(kernel, spec, *tensors, dtype=jnp.bfloat16):
+    return tiles.find(kernel, spec, None, dtype, *(tensors or [like(dtype=dtype)]))
+
+
 class TestWhichCalls:
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize(
@@ -61,14 +66,25 @@ class TestWhichCalls:
         ],
     )
     def test_depth_128_in_bfloat16_is_taken(self, hopper, kernel, config, is_causal):
-        assert tiles.find(kernel, spec_of(config, is_causal=is_causal), None, like()) is not None
+        assert find(kernel, spec_of(config, is_causal=is_causal)) is not None
 
     @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
     def test_other_dtypes_are_not(self, hopper, dtype):
-        assert tiles.find("forward", spec_of(), None, like(dtype=dtype)) is None
+        assert find("forward", spec_of(), dtype=dtype) is None
+
+    @pytest.mark.parametrize("config", ["default", "mixed"])
+    def test_float32_runs_on_triton_although_its_operands_are_in_bfloat16(self, hopper, config):
+        inputs = [like(dtype=jnp.float32)] * 4
+
+        def run(query, key, value, dout):
+            call = functools.partial(attention, implementation="triton", config=CONFIGS[config])
+            return jax.vjp(call, query, key, value)[1](dout)
+
+        assert [x.dtype for x in jax.eval_shape(run, *inputs)] == [jnp.float32] * 3
+        assert "mosaic_gpu" not in str(jax.make_jaxpr(run)(*inputs))
 
     def test_other_depths_are_not(self, hopper):
-        assert tiles.find("forward", spec_of(), None, like(depth=32)) is None
+        assert find("forward", spec_of(), like(depth=32)) is None
 
     @pytest.mark.parametrize(
         "kernel,config",
@@ -84,23 +100,23 @@ class TestWhichCalls:
         ],
     )
     def test_other_scales_and_spans_are_not(self, hopper, kernel, config):
-        assert tiles.find(kernel, spec_of(config), None, like()) is None
+        assert find(kernel, spec_of(config)) is None
 
     def test_nothing_is_without_such_a_gpu(self):
         if launch.target_capability() == tiles.CAPABILITY:
             pytest.skip("there is one")
-        assert tiles.find("forward", spec_of(), None, like()) is None
+        assert find("forward", spec_of()) is None
 
     def test_nothing_is_by_the_interpreter(self, hopper):
         with launch.interpreted():
-            assert tiles.find("forward", spec_of(), None, like()) is None
+            assert find("forward", spec_of()) is None
 
     def test_nothing_is_by_an_older_jax(self, hopper, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-        assert tiles.find("forward", spec_of(), None, like()) is None
+        assert find("forward", spec_of()) is None
 
     def test_grouped_heads_get_a_layout_of_their_own(self, hopper):
-        plain, grouped = (tiles.find("grad_k", spec_of(), None, like(), like(heads=x)) for x in (2, 4))
+        plain, grouped = (find("grad_k", spec_of(), like(), like(heads=x)) for x in (2, 4))
         assert plain != grouped
 
 

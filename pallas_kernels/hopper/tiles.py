@@ -89,10 +89,11 @@ def available() -> bool:
     return not is_interpreted() and target_capability() == CAPABILITY and jax.__version_info__[:2] >= MIN_JAX
 
 
-def find(kernel, spec, visibility, *tensors) -> Groups | None:
+def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
     """The layout of a kernel for this call, or None where the Triton kernels have to run or are faster.
 
-    `visibility` are the call's masks, `tensors` inputs of it [B, time, N, H].
+    `visibility` are the call's masks, `dtype` what it was called in, which operands may no longer be in, and `tensors`
+    inputs of it [B, time, N, H].
     """
     config, depth, heads = spec.config, tensors[0].shape[-1], {x.shape[2] for x in tensors}
     product, name, span = _MADE_FOR[kernel]
@@ -100,7 +101,7 @@ def find(kernel, spec, visibility, *tensors) -> Groups | None:
         available()
         and visibility is None
         and all(max(x.shape[0], x.shape[2]) <= MOST_PROGRAMS for x in tensors)
-        and all(x.dtype == jnp.bfloat16 for x in tensors)
+        and dtype == jnp.bfloat16
         and spec.uses_int8("qk")
         and (product is None or spec.uses_int8(product))
         and config.key_scale == "block"
