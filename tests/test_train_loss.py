@@ -44,6 +44,36 @@ def test_chunks_change_neither_loss_nor_gradients(dtype):
         assert helpers.relative_error(got, expected) < tolerance
 
 
+@pytest.mark.parametrize("chunk", [T, 6])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_whole_logits(dtype, chunk):
+    """z-loss, documents, weights of sequences, and a factor from outside: against JAX's own derivative."""
+    graphdef, params = init_model(micro_config(num_layers=1, loss_chunk=chunk, compute_dtype=dtype).model, seed=0)
+    ids, row_weights = jnp.tile(np.repeat([0, 1], [10, 15]), (B, 1)), jnp.asarray([1.0, 0.5, 2.0])
+
+    def chunked(params, row_weights):
+        return 0.3 * loss_sums(nnx.merge(graphdef, params), tokens(), ids, row_weights, z_loss=0.1).objective
+
+    def whole(params, row_weights):
+        logits = nnx.merge(graphdef, params)(tokens()[:, :-1], ids[:, :-1])
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        nats = lse - jnp.take_along_axis(logits, tokens()[:, 1:, None], axis=-1)[..., 0]
+        weights = row_weights[:, None] * (ids[:, 1:] == ids[:, :-1])
+        return 0.3 * jnp.sum(weights * (nats + 0.1 * jnp.square(lse)))
+
+    got, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(params, row_weights) for f in (chunked, whole))
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
+        assert helpers.relative_error(a, b) < (1e-5 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("name", ["loss", "squared_lse"])
+def test_what_has_no_gradient_is_refused(name):
+    graphdef, params = init_model(micro_config(num_layers=1).model, seed=0)
+    with pytest.raises(TypeError, match=f"LossSums.{name} has no gradient"):
+        jax.grad(lambda p: getattr(loss_sums(nnx.merge(graphdef, p), tokens()), name))(params)
+
+
 def largest_array(jaxpr):
     """Elements of the largest value that a traced function makes, inner functions too."""
     sizes = [0]
@@ -68,7 +98,7 @@ def test_documents_in_one_sequence_are_as_if_alone():
     batch = tokens()
 
     def sums(params, batch, ids=None):
-        return loss_sums(nnx.merge(graphdef, params), batch, ids).loss
+        return loss_sums(nnx.merge(graphdef, params), batch, ids).objective
 
     @jax.jit
     def together(params):

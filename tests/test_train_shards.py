@@ -213,6 +213,15 @@ def test_prepare_as_a_command_refuses_a_folder_that_is_taken(prepared):
     assert ended.stderr == f"error: output='{folder / 'shards'}' is there and not an empty folder\n"
 
 
+def test_prepare_leaves_nothing_where_there_is_no_text(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "empty.txt").touch()
+    config = prepare.PrepareConfig(data=str(tmp_path / "text"), output=tmp_path / "shards")
+    with pytest.raises(SettingError, match="has no text; accepted: a UTF-8 text file"):
+        prepare.prepare(config)
+    assert not (tmp_path / "shards").exists()
+
+
 def test_skipped_counts_and_keeps_the_first_message():
     skipped = Skipped()
     for message in ("first", "second"):

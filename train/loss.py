@@ -4,15 +4,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from .model import Decoder
+from .mesh import constrain
+from .model import Decoder, project
 
 
 class LossSums(NamedTuple):
-    """Sums over the tokens that count; each divided by ``count`` is a mean."""
+    """Sums over the tokens that count; each divided by ``count`` is a mean. Only the objective has a gradient."""
 
+    objective: Float[Array, ""]  # loss + z_loss * squared_lse
     loss: Float[Array, ""]  # nats
     squared_lse: Float[Array, ""]  # of the logits' log-sum-exp, for z-loss
     count: Float[Array, ""]
@@ -23,7 +25,7 @@ def next_token_loss(
 ) -> Float[Array, ""]:
     """Mean cross-entropy in nats of each of T1 tokens but the first, given those before it."""
     sums = loss_sums(model, tokens, segment_ids)
-    return sums.loss / sums.count
+    return sums.objective / sums.count
 
 
 def loss_sums(
@@ -31,12 +33,18 @@ def loss_sums(
     tokens: Int[Array, "B T1"],
     segment_ids: Int[Array, "B T1"] | None = None,
     row_weights: Float[Array, " B"] | None = None,
+    *,
+    z_loss: float = 0.0,
 ) -> LossSums:
     """loss = sum of w (lse(logits) - logits[target]) over T1 - 1 tokens of B sequences, in float32.
 
     w is 0 where the target is another document's first token, which nothing could predict, and else the sequence's
     weight (1 without row_weights). Logits exist for model.loss_chunk tokens of each sequence at a time, [B, chunk, V]
-    in float32, and are made again in the backward pass; the embedding's gradients of the chunks add up in float32.
+    in float32; what the backward pass needs of them is computed while they are there.
+
+    Raises:
+      ValueError: model.loss_chunk does not divide T1 - 1 and is below it.
+      TypeError: something other than the objective is differentiated.
     """
     targets = tokens[:, 1:]
     weights = jnp.ones(targets.shape, jnp.float32)
@@ -46,31 +54,100 @@ def loss_sums(
     if segment_ids is not None:
         inputs_ids = segment_ids[:, :-1]
         weights = weights * (inputs_ids == segment_ids[:, 1:])
+    if model.loss_chunk < targets.shape[1] and targets.shape[1] % model.loss_chunk:
+        raise ValueError(f"{targets.shape[1]} tokens are no multiple of loss_chunk={model.loss_chunk}")
     x = model.hidden(model.embed(tokens[:, :-1]), inputs_ids)
-    chunk, length = model.loss_chunk, targets.shape[1]
-    if chunk >= length:
-        return _chunk_sums(model, x, targets, weights)
-    if length % chunk:
-        raise ValueError(f"{length} tokens are no multiple of loss_chunk={chunk}")
-
-    # The model's output layer alone goes into the scan, as an argument, or its gradient could not be found there.
-    graphdef, params = nnx.split(model)
-
-    @jax.checkpoint
-    def add_chunk(params: Any, sums: LossSums, operands: Any) -> LossSums:
-        return jax.tree.map(jnp.add, sums, _chunk_sums(nnx.merge(graphdef, params), *operands))
-
-    def step(sums: LossSums, operands: Any) -> tuple[LossSums, None]:
-        return add_chunk(params, sums, operands), None
-
-    chunks = [jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0) for a in (x, targets, weights)]
-    zero = jnp.zeros((), jnp.float32)
-    return jax.lax.scan(step, LossSums(zero, zero, zero), tuple(chunks))[0]
+    sums = _output_loss(x, model.embedding[...], targets, weights, (model.loss_chunk, z_loss))
+    return LossSums(sums.objective, sums.loss, sums.squared_lse, jnp.sum(weights))
 
 
-def _chunk_sums(model: Decoder, x: Any, targets: Any, weights: Any) -> LossSums:
-    """The sums over [B, chunk] tokens."""
-    logits = model.project(x)
+class _Sums(NamedTuple):
+    """Those of `LossSums` that logits are needed for."""
+
+    objective: Any
+    loss: Any
+    squared_lse: Any
+
+
+def _sums(x: Any, embedding: Any, targets: Any, weights: Any, settings: tuple[int, float]) -> _Sums:
+    """The sums over [B, T] tokens from what the output layer reads; settings are the chunk and the weight of z-loss."""
+    chunk, z_loss = settings
+
+    def step(sums: _Sums, operands: Any) -> tuple[_Sums, None]:
+        x, targets, weights = operands
+        logits = project(x, embedding)
+        return _add(sums, _token_losses(logits, targets), weights, z_loss), None
+
+    return _over_chunks(step, _zero_sums(), chunk, x, targets, weights)[0]
+
+
+def _forward(
+    x: Any, embedding: Any, targets: Any, weights: Any, settings: tuple[int, float]
+) -> tuple[_Sums, tuple[Any, ...]]:
+    """The sums, and the objective's gradients, which need no second look at the logits: they are linear in its own."""
+    chunk, z_loss = settings
+    # What is differentiated comes with whether it is, which is of no use here.
+    x, embedding, targets, weights = (arg.value for arg in (x, embedding, targets, weights))
+    rows = constrain(embedding.astype(x.dtype), "tensor", None)
+
+    def step(carry: Any, operands: Any) -> tuple[Any, Any]:
+        sums, dembedding = carry
+        x, targets, weights = operands
+        logits = project(x, embedding)
+        nats, lse = _token_losses(logits, targets)
+        slope = (weights * (1 + 2 * z_loss * lse))[..., None]
+        is_target = targets[..., None] == jnp.arange(logits.shape[-1])
+        dlogits = slope * jnp.exp(logits - lse[..., None]) - jnp.where(is_target, weights[..., None], 0.0)
+        # Rounded like every activation's gradient, so that the two products below run in that dtype.
+        dlogits = dlogits.astype(x.dtype)
+        dx = jnp.einsum("btv,vw->btw", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
+        part = jnp.einsum("btv,btw->vw", dlogits, x, preferred_element_type=jnp.float32)
+        dembedding = constrain(dembedding + part, "tensor", None)
+        return (_add(sums, (nats, lse), weights, z_loss), dembedding), (dx, nats + z_loss * jnp.square(lse))
+
+    start = _zero_sums(), jnp.zeros(embedding.shape, jnp.float32)
+    (sums, dembedding), (dx, dweights) = _over_chunks(step, start, chunk, x, targets, weights)
+    return sums, (dx, dembedding.astype(embedding.dtype), dweights)
+
+
+def _backward(settings: tuple[int, float], residuals: Any, cotangents: _Sums) -> tuple[Any, ...]:
+    """The gradients that the forward pass made, times the objective's own."""
+    dx, dembedding, dweights = residuals
+    for name, value in zip(_Sums._fields[1:], cotangents[1:], strict=True):
+        if not isinstance(value, SymbolicZero):
+            raise TypeError(f"LossSums.{name} has no gradient; differentiate LossSums.objective")
+    if isinstance(cotangents.objective, SymbolicZero):
+        return jnp.zeros_like(dx), jnp.zeros_like(dembedding), None, jnp.zeros_like(dweights)
+    scale = cotangents.objective
+    return (scale * dx).astype(dx.dtype), scale * dembedding, None, scale * dweights
+
+
+_output_loss = jax.custom_vjp(_sums, nondiff_argnums=(4,))
+_output_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _token_losses(logits: Float[Array, "B C V"], targets: Int[Array, "B C"]) -> tuple[Any, Any]:
+    """Each token's cross-entropy in nats, and its logits' log-sum-exp."""
     lse = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return LossSums(jnp.sum(weights * (lse - target_logits)), jnp.sum(weights * jnp.square(lse)), jnp.sum(weights))
+    return lse - target_logits, lse
+
+
+def _zero_sums() -> _Sums:
+    """Of no tokens."""
+    return _Sums(*[jnp.zeros((), jnp.float32)] * len(_Sums._fields))
+
+
+def _add(sums: _Sums, losses: tuple[Any, Any], weights: Any, z_loss: float) -> _Sums:
+    """The sums with those of a chunk."""
+    loss, squared_lse = jnp.sum(weights * losses[0]), jnp.sum(weights * jnp.square(losses[1]))
+    return jax.tree.map(jnp.add, sums, _Sums(loss + z_loss * squared_lse, loss, squared_lse))
+
+
+def _over_chunks(step: Any, carry: Any, chunk: int, *arrays: Any) -> tuple[Any, Any]:
+    """jax.lax.scan over chunks of the second axis, whose results it joins again; all of it at once if it fits."""
+    if chunk >= arrays[0].shape[1]:
+        return step(carry, arrays)
+    chunks = [jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0) for a in arrays]
+    carry, results = jax.lax.scan(step, carry, tuple(chunks))
+    return carry, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:]), results)

@@ -147,10 +147,14 @@ class Decoder(nnx.Module):
 
     def project(self, x: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
         """Logits of the output layer."""
-        # Cast here, where it is used: the gradients of several chunks of tokens then add up in float32.
-        embedding = constrain(self.embedding[...].astype(self.dtype), "tensor", None)
-        logits = jnp.einsum("btw,vw->btv", x, embedding, preferred_element_type=jnp.float32)
-        return constrain(logits, BATCH_AXES, None, "tensor")
+        return project(x, self.embedding[...])
+
+
+def project(x: Float[Array, "B T W"], embedding: Float[Array, "V W"]) -> Float[Array, "B T V"]:
+    """float32 logits of every token: its products with the rows of the embedding, which are rounded to x's dtype."""
+    rows = constrain(embedding.astype(x.dtype), "tensor", None)
+    logits = jnp.einsum("btw,vw->btv", x, rows, preferred_element_type=jnp.float32)
+    return constrain(logits, BATCH_AXES, None, "tensor")
 
 
 def count_parameters(model: Decoder) -> int:

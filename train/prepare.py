@@ -84,6 +84,8 @@ def prepare(config: PrepareConfig) -> dict[str, int]:
     """
     _check(config)
     data = _data_config(config)
+    if next(iterate_documents(data, Skipped()), None) is None:
+        raise SettingError(f"data={config.data!r} has no text; accepted: {ACCEPTED.split(', or token')[0]}")
     skipped = Skipped()
     tokenizer_path = config.tokenizer
     if tokenizer_path is None:
@@ -112,7 +114,7 @@ def prepare(config: PrepareConfig) -> dict[str, int]:
         writer.close()
         counts[f"{name}_tokens"] = writer.total
     if not counts["train_tokens"]:
-        raise SettingError(f"data={config.data!r} has no text; accepted: {ACCEPTED.split(', or token')[0]}")
+        raise SettingError(f"data={config.data!r} has no text to train on beside what is held out")
     return {**counts, "skipped": skipped.count, "vocab_size": text.size}
 
 

@@ -96,11 +96,11 @@ def make_train_step(
     """
 
     def loss_fn(params: Any, tokens: Int[Array, "B T1"], ids: Int[Array, "B T1"] | None) -> tuple[Array, LossSums]:
-        sums = loss_sums(nnx.merge(graphdef, params), tokens, ids)
+        sums = loss_sums(nnx.merge(graphdef, params), tokens, ids, z_loss=z_loss)
         # Over all of its tokens, so that the size of gradients does not depend on how many there are.
         share = 1 / (tokens.shape[0] * (tokens.shape[1] - 1))
         sums = LossSums(*(share * part for part in sums))
-        return sums.loss + z_loss * sums.squared_lse, sums
+        return sums.objective, sums
 
     def train_step(
         state: TrainState, tokens: Int[Array, "A B T1"], segment_ids: Int[Array, "A B T1"] | None = None
@@ -110,7 +110,7 @@ def make_train_step(
             return constrain_state(jax.tree.map(jnp.add, total, (sums, grads))), None
 
         zero = jnp.zeros((), jnp.float32)
-        zeros = LossSums(zero, zero, zero), jax.tree.map(jnp.zeros_like, state.params)
+        zeros = LossSums(*[zero] * len(LossSums._fields)), jax.tree.map(jnp.zeros_like, state.params)
         (sums, grads), _ = jax.lax.scan(accumulate, zeros, (tokens, segment_ids))
         grads = jax.tree.map(lambda x: x / sums.count, grads)
         metrics = StepMetrics(sums.loss / sums.count, optax.tree.norm(grads))
