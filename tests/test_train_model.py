@@ -4,6 +4,7 @@ import functools
 import math
 
 import chex
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,16 @@ def test_gradients_reach_the_past_and_never_the_future(position):
     sizes = np.abs(np.asarray(decode_gradient()(x, position))).max(-1)
     assert (sizes[:, : position + 1] > 1e-4).all()
     assert (sizes[:, position + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("attention", ["exact", "sagebwd"])
+def test_text_written_stepwise_is_seen_as_in_one_pass(attention):
+    """The last token's logits of every beginning; nearly with SageBwd, whose scales are of what it is given."""
+    logits, x = logits_fn(attention=attention), tokens()
+    whole = logits(x)
+    for length in (1, 2, 7, T):
+        stepwise = logits(x[:, :length])[:, -1]
+        assert helpers.cosine(stepwise, whole[:, length - 1]) > (0.999 if attention == "sagebwd" else 1 - 1e-9)
 
 
 def test_every_parameter_has_a_gradient():
