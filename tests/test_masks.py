@@ -131,6 +131,27 @@ CASES = {
         SageConfig(),
         lambda: dict(bias=normal(5, 1, 4, 130, 200)),
     ),
+    # The tile whose absolute maximum is shared is the config's, whatever a kernel with a bias would rather own.
+    "bias-faithful": (
+        130,
+        200,
+        (2, 1),
+        64,
+        "float32",
+        False,
+        SageConfig.faithful(),
+        lambda: dict(bias=normal(5, 1, 2, 130, 200)),
+    ),
+    "segments-faithful": (
+        150,
+        150,
+        (2, 1),
+        128,
+        "float32",
+        False,
+        SageConfig.faithful(),
+        lambda: dict(query_segment_ids=segments(1, 150), key_value_segment_ids=segments(1, 150)),
+    ),
     "everything": (
         257,
         257,
