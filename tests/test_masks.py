@@ -186,32 +186,36 @@ def test_equals_the_dense_algorithm(implementation, name):
 
 
 @pytest.mark.parametrize(
-    ("shape", "cpu_implementation"),
+    ("shape", "implementation"),
     [
         *((shape, "triton-interpreted") for shape in ((2, 1, 1, 70), (1, 1, 66, 70), (2, 4, 66, 70), (1, 4, 1, 70))),
         ((2, 1, 66, 1), "xla"),
         ((1, 4, 1, 70), "xla"),
+        *(
+            pytest.param(shape, "triton", marks=pytest.mark.gpu)
+            for shape in ((2, 1, 1, 70), (1, 1, 66, 70), (2, 4, 66, 70), (1, 4, 1, 70), (2, 1, 66, 1))
+        ),
     ],
     ids=str,
-    indirect=["cpu_implementation"],
+    indirect=["implementation"],
 )
-def test_masks_broadcast_as_in_jax(cpu_implementation, shape):
+def test_masks_broadcast_as_in_jax(implementation, shape):
     # C28.
     q, k, v, _ = make_inputs(66, 70, heads=4, kv_heads=2, depth=16)
     mask = random_mask(8, *shape)
     mask = mask if shape[3] == 1 else mask.at[..., 0].set(True)
-    with using(cpu_implementation) as name:
+    with using(implementation) as name:
         got, lse = attention(q, k, v, mask=mask, implementation=name, return_residual=True)
     theirs = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
     sees = (lse > -jnp.inf)[..., None]
     assert relative_error(got, jnp.where(sees, theirs, 0)) <= 0.03
 
 
-def test_a_row_that_sees_nothing(cpu_implementation):
+def test_a_row_that_sees_nothing(implementation):
     # C24: neither it nor its cotangent, whatever that is, reaches anything else.
     q, k, v, dout = make_inputs(64, 64, heads=2, kv_heads=2, depth=16)
     mask = jnp.ones((2, 1, 64, 64), bool).at[1, 0, 7].set(False)
-    got = attend_and_grads(cpu_implementation, q, k, v, dout.at[1, 7].set(jnp.nan), mask=mask)
+    got = attend_and_grads(implementation, q, k, v, dout.at[1, 7].set(jnp.nan), mask=mask)
     assert_finite(got, ("out", "dq", "dk", "dv"))
     assert not got.out[1, 7].any() and not got.dq[1, 7].any() and (got.lse[1, 7] == -jnp.inf).all()
     assert_usable(got, exact(q, k, v, dout, mask=mask))
@@ -219,22 +223,22 @@ def test_a_row_that_sees_nothing(cpu_implementation):
     assert jnp.isfinite(got.lse.at[1, 7].set(0)).all()
 
 
-def test_a_sequence_without_keys(cpu_implementation):
+def test_a_sequence_without_keys(implementation):
     # C24, by lengths.
     inputs = make_inputs(64, 64, heads=2, kv_heads=2, depth=16)
     inputs[1] = inputs[1].at[1].set(jnp.nan)
-    got = attend_and_grads(cpu_implementation, *inputs, key_value_seq_lengths=lengths(64, 0))
+    got = attend_and_grads(implementation, *inputs, key_value_seq_lengths=lengths(64, 0))
     for x in (got.out, got.dq, got.dk, got.dv):
         assert not x[1].any() and jnp.isfinite(x).all() and x[0].any()
     assert (got.lse[1] == -jnp.inf).all()
 
 
 @pytest.mark.parametrize(("queries", "keys", "window", "is_causal"), [(9, 9, (2, 1), False), (5, 12, 3, True)])
-def test_weights_outside_of_the_window_are_zero(cpu_implementation, queries, keys, window, is_causal):
+def test_weights_outside_of_the_window_are_zero(implementation, queries, keys, window, is_causal):
     # C19: values that are one-hot show the weights.
     q, k, _, dout = make_inputs(queries, keys, heads=2, kv_heads=2, depth=16)
     v = jnp.broadcast_to(jnp.eye(keys, 16)[None, :, None], k.shape)
-    got = attend_and_grads(cpu_implementation, q, k, v, dout, local_window_size=window, is_causal=is_causal)
+    got = attend_and_grads(implementation, q, k, v, dout, local_window_size=window, is_causal=is_causal)
     i, j = np.arange(queries)[:, None], np.arange(keys)[None, :]
     left, right = window if isinstance(window, tuple) else (window, window)
     seen = (i - left <= j) & (j <= (i if is_causal else i + right))
@@ -308,16 +312,22 @@ def test_does_not_depend_on_the_rest_of_the_batch(implementation):
 
 
 @pytest.mark.parametrize(
-    "cpu_implementation", ["xla", pytest.param("triton-interpreted", marks=pytest.mark.slow)], indirect=True
+    "implementation",
+    [
+        "xla",
+        pytest.param("triton-interpreted", marks=pytest.mark.slow),
+        pytest.param("triton", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
 )
-def test_vmap_and_checkpoint(cpu_implementation):
+def test_vmap_and_checkpoint(implementation):
     # One call over all against one for each, and the backward pass from what a checkpoint keeps.
     q, k, v, dout = (x.reshape(2, 2, *x.shape[1:]) for x in make_inputs(66, 66, batch=4, heads=2, kv_heads=1, depth=16))
     mask, ids = random_mask(3, 2, 1, 1, 66, 66), jnp.arange(66)[None, :] // jnp.array([30, 40])[:, None]
     ids = jnp.broadcast_to(ids[:, None], (2, 2, 66))
 
     def grads(mask, ids, *inputs):
-        with using(cpu_implementation) as name:
+        with using(implementation) as name:
 
             @jax.checkpoint
             def call(*x):
