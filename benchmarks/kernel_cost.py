@@ -153,7 +153,7 @@ def _scores_a_thread(spec, case, visibility) -> dict[str, float]:
         chosen |= {"grad_k": ("grad_k", tile_k, config.dk_span), "grad_v": ("grad_v", tile_v, config.dv_span)}
     like, scores = jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16), {}
     for name, (row, tile, span) in chosen.items():
-        if hopper_tiles.find(row, spec, visibility, like) is not None:
+        if hopper_tiles.find(row, spec, visibility, like.dtype, like) is not None:
             scores[name] = hopper_tiles.GROUP * span / 128
         else:
             scores[name] = tile.block_q * tile.block_k / (32 * tile.num_warps)

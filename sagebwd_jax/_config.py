@@ -10,6 +10,9 @@ MATRIX_PRODUCTS = ("qk", "pv", "dv", "dq", "dk")
 # Every length is padded to this inside: the largest tile, so that each span and block below divides it.
 LENGTH_MULTIPLE = 128
 _SPANS = (32, 64, 128)
+# A scale that a tile shares is over what one program of a kernel holds. 128 x 128 scores at depth 128 are too much: in
+# two stages they take 112 KiB of shared memory, with a bias 240 KiB (dQ, compiled for an RTX 4090), which no GPU has.
+_LARGEST_TILE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class SageConfig:
       value_scale: "channel" (one scale a head and channel) or "block" (one per `pv_span` keys).
       dout_scale: of dO, "token" or "block" (one per `block_q` queries of a head).
       grad_scale: P and dS of the backward pass have one scale per "row" of a kernel's tile, or one per "tile" of
-        `block_q` x `block_k` scores.
+        `block_q` x `block_k` scores, each at most 64: such a tile is a kernel's own.
       sixteen_bit: the products that stay in 16 bits, out of "qk", "pv", "dv", "dq", "dk". "qk" is S = Q K^T, also where
         the backward pass repeats it; "pv" is O = P V; the others make the gradients of those names.
       block_q: queries, a power of two.
@@ -70,6 +73,11 @@ class SageConfig:
         if self.key_scale == "block" and self.block_k % max(self.pv_span, self.dq_span):
             raise ValueError(f"block_k={self.block_k} must be a multiple of {self.pv_span=} and {self.dq_span=}")
         if self.grad_scale == "tile":
+            if max(self.block_q, self.block_k) > _LARGEST_TILE:
+                raise ValueError(
+                    f"grad_scale='tile' needs block_q and block_k of at most {_LARGEST_TILE}; "
+                    f"got block_q={self.block_q} and block_k={self.block_k}"
+                )
             spans = dict(dv_span=self.block_q, dk_span=self.block_q, dq_span=self.block_k)
             for name, block in spans.items():
                 if getattr(self, name) != block:

@@ -119,7 +119,8 @@ def _added(bias):
 
 def _hides(bias):
     """Where a bias stands for a mask."""
-    return (bias <= -1e20) | (bias == jnp.finfo(bias.dtype).min)
+    # In float32, as float16 has no -1e20.
+    return (bias.astype(jnp.float32) <= -1e20) | (bias == jnp.finfo(bias.dtype).min)
 
 
 def mean_keys(k: Float[Array, "B S K H"], together: Bool[Array, "B S S"]) -> Float[Array, "B S K H"]:

@@ -63,7 +63,7 @@ def implementation(request):
 
 @pytest.fixture(params=["xla", "triton-interpreted"])
 def cpu_implementation(request):
-    """The same, for cases that are not worth the minutes of a GPU."""
+    """The same, for cases that only trace, or are not worth the minutes of a GPU."""
     with helpers.using(request.param):
         yield request.param
 

@@ -101,9 +101,9 @@ def test_any_length(length):
 
 
 @pytest.mark.parametrize("config", [SageConfig(), SageConfig.mixed()], ids=["default", "mixed"])
-def test_grouped_heads_equal_repeated_heads(cpu_implementation, config):
+def test_grouped_heads_equal_repeated_heads(implementation, config):
     q, k, v, dout = make_inputs(130, 131, heads=6, kv_heads=2, depth=32)
-    run = forward_and_backward(cpu_implementation, is_causal=True, config=config)
+    run = forward_and_backward(implementation, is_causal=True, config=config)
     grouped = run(q, k, v, dout)
     repeated = run(q, jnp.repeat(k, 3, axis=2), jnp.repeat(v, 3, axis=2), dout)
     assert grouped.dk.shape == k.shape and grouped.dv.shape == v.shape
@@ -115,19 +115,19 @@ def test_grouped_heads_equal_repeated_heads(cpu_implementation, config):
         assert relative_error(getattr(grouped, name), summed) <= 1e-4, name
 
 
-def test_a_call_without_batch_axis_is_a_batch_of_one(cpu_implementation):
+def test_a_call_without_batch_axis_is_a_batch_of_one(implementation):
     inputs = make_inputs(65, 70, batch=1, depth=32)
-    batched = forward_and_backward(cpu_implementation)(*inputs)
-    single = forward_and_backward(cpu_implementation)(*(x[0] for x in inputs))
+    batched = forward_and_backward(implementation)(*inputs)
+    single = forward_and_backward(implementation)(*(x[0] for x in inputs))
     for name, x in single._asdict().items():
         assert relative_error(x, getattr(batched, name)[0]) == 0, name
 
 
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads"])
-def test_empty_axes(cpu_implementation, empty):
+def test_empty_axes(implementation, empty):
     sizes = dict(batch=2, queries=3, keys=5, heads=4) | {empty: 0}
     inputs = make_inputs(sizes["queries"], sizes["keys"], batch=sizes["batch"], heads=sizes["heads"], kv_heads=2)
-    got = forward_and_backward(cpu_implementation, is_causal=True)(*inputs)
+    got = forward_and_backward(implementation, is_causal=True)(*inputs)
     for x, like in zip((got.out, got.dq, got.dk, got.dv), (inputs[0], *inputs[:3]), strict=True):
         assert x.shape == like.shape and x.dtype == like.dtype
         assert not x.any()

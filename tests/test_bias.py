@@ -46,7 +46,7 @@ LEAST = {
 
 
 @pytest.mark.parametrize(
-    ("name", "cpu_implementation"),
+    ("name", "implementation"),
     [
         ("float16", "triton-interpreted"),
         ("bfloat16", "xla"),
@@ -54,18 +54,19 @@ LEAST = {
         ("-inf", "xla"),
         *(pytest.param(name, "triton-interpreted", marks=pytest.mark.slow) for name in LEAST if name != "float16"),
         *(pytest.param(name, "xla", marks=pytest.mark.slow) for name in ("float16", "-1e30")),
+        *(pytest.param(name, "triton", marks=pytest.mark.gpu) for name in LEAST),
     ],
-    indirect=["cpu_implementation"],
+    indirect=["implementation"],
 )
-def test_the_least_bias_is_a_mask(cpu_implementation, name):
+def test_the_least_bias_is_a_mask(implementation, name):
     # C31: also of whole rows, and of tiles that are skipped.
     dtype, least = LEAST[name]
     inputs = make_inputs(140, 260, batch=1, heads=2, kv_heads=1, depth=16, dtype=jnp.float16)
     mask = jax.random.bernoulli(jax.random.key(3), 0.6, (1, 1, 140, 260)).at[:, :, 9].set(False)
     mask = mask.at[..., 128:].set(False)
     bias = jnp.where(mask, jnp.zeros((), dtype), jnp.asarray(least, dtype))
-    got = attend_and_grads(cpu_implementation, *inputs, bias=bias)
-    expected = attend_and_grads(cpu_implementation, *inputs, mask=mask)
+    got = attend_and_grads(implementation, *inputs, bias=bias)
+    expected = attend_and_grads(implementation, *inputs, mask=mask)
     assert ((got.lse == -jnp.inf) == (expected.lse == -jnp.inf)).all() and (got.lse[:, 9] == -jnp.inf).all()
     for field in ("out", "dq", "dk", "dv"):
         assert relative_error(getattr(got, field), getattr(expected, field)) <= 2e-3, field
@@ -74,7 +75,7 @@ def test_the_least_bias_is_a_mask(cpu_implementation, name):
 
 
 @pytest.mark.parametrize(
-    ("shape", "cpu_implementation"),
+    ("shape", "implementation"),
     [
         ((2, 66, 70), "triton-interpreted"),
         ((1, 1, 1, 70), "xla"),
@@ -84,14 +85,18 @@ def test_the_least_bias_is_a_mask(cpu_implementation, name):
         pytest.param((1, 1, 1, 70), "triton-interpreted", marks=pytest.mark.slow),
         pytest.param((2, 1, 66, 1), "xla", marks=pytest.mark.slow),
         pytest.param((), "triton-interpreted", marks=pytest.mark.slow),
+        *(
+            pytest.param(shape, "triton", marks=pytest.mark.gpu)
+            for shape in ((2, 66, 70), (1, 1, 1, 70), (2, 1, 66, 1), ())
+        ),
     ],
     ids=str,
-    indirect=["cpu_implementation"],
+    indirect=["implementation"],
 )
-def test_gradient_is_summed_over_what_was_broadcast(cpu_implementation, shape):
+def test_gradient_is_summed_over_what_was_broadcast(implementation, shape):
     inputs = make_inputs(66, 70, heads=2, kv_heads=1, depth=16)
     bias = normal(1, *shape)
-    got, expected = attend_and_grads(cpu_implementation, *inputs, bias=bias), exact(*inputs, bias=bias)
+    got, expected = attend_and_grads(implementation, *inputs, bias=bias), exact(*inputs, bias=bias)
     assert got.dbias.shape == shape
     assert_usable(got, expected)
     assert_within(got, expected, lse=3e-3)
@@ -99,25 +104,25 @@ def test_gradient_is_summed_over_what_was_broadcast(cpu_implementation, shape):
         assert_within(got, expected, dbias=0.08)
     else:
         # All keys of a query alike: the softmax does not change, and each sum of dS is 0 but for rounding.
-        whole = attend_and_grads(cpu_implementation, *inputs, bias=jnp.broadcast_to(bias, (2, 2, 66, 70)))
+        whole = attend_and_grads(implementation, *inputs, bias=jnp.broadcast_to(bias, (2, 2, 66, 70)))
         assert relative_error(got.dbias + 1, jnp.ones(shape)) <= 0.01 * jnp.abs(whole.dbias).sum()
 
 
-def test_bias_of_any_size(cpu_implementation):
+def test_bias_of_any_size(implementation):
     # A row whose bias is large is what it is without: the shift of the softmax takes it.
     inputs = make_inputs(66, 70, heads=2, kv_heads=1, depth=16)
     bias = normal(1, 1, 2, 66, 70)
     offset = jnp.array([0.0, 1e3, -1e3, 1e4, -1e4, -3e4])[jnp.arange(66) % 6][:, None]
-    got = attend_and_grads(cpu_implementation, *inputs, bias=bias + offset[None, None])
-    expected = attend_and_grads(cpu_implementation, *inputs, bias=(bias + offset[None, None]) - offset[None, None])
+    got = attend_and_grads(implementation, *inputs, bias=bias + offset[None, None])
+    expected = attend_and_grads(implementation, *inputs, bias=(bias + offset[None, None]) - offset[None, None])
     assert_within(got, expected, out=0.01, dq=0.02, dk=0.02, dv=0.02, dbias=0.02)
 
 
-def test_a_bias_that_is_not_finite_shows(cpu_implementation):
+def test_a_bias_that_is_not_finite_shows(implementation):
     q, k, v, dout = make_inputs(66, 70, heads=2, kv_heads=1, depth=16)
     for wrong in (jnp.nan, jnp.inf):
         bias = jnp.zeros((1, 2, 66, 70)).at[0, 1, 5, 7].set(wrong)
-        out = attend_and_grads(cpu_implementation, q, k, v, dout, bias=bias).out
+        out = attend_and_grads(implementation, q, k, v, dout, bias=bias).out
         assert not jnp.isfinite(out[:, 5, 1]).any()
         assert jnp.isfinite(out[:, :, 0]).all()
 

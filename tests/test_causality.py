@@ -11,21 +11,21 @@ from sagebwd_jax.reference import exact_attention
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(2, 5), (5, 2), (4, 4)])
-def test_weights_of_hidden_keys_are_zero(cpu_implementation, queries, keys):
+def test_weights_of_hidden_keys_are_zero(implementation, queries, keys):
     q, k, _, dout = make_inputs(queries, keys, batch=2, heads=2, kv_heads=2, depth=16)
     v = jnp.broadcast_to(jnp.eye(keys, 16)[None, :, None], k.shape)
-    weights = forward_and_backward(cpu_implementation, is_causal=True)(q, k, v, dout).out[..., :keys]
+    weights = forward_and_backward(implementation, is_causal=True)(q, k, v, dout).out[..., :keys]
     seen = jnp.tri(queries, keys, dtype=bool)[None, :, None, :]
     assert (jnp.where(seen, 0, weights) == 0).all()
     assert (jnp.where(seen, weights, 1) > 1e-3).all()
     assert jnp.abs(weights.sum(-1) - 1).max() <= 0.01
 
 
-def test_corner_is_that_of_jax(cpu_implementation):
+def test_corner_is_that_of_jax(implementation):
     for queries, keys in ((3, 7), (7, 3)):
         q, k, v, dout = make_inputs(queries, keys, heads=2, kv_heads=2, depth=16)
         theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-        got = forward_and_backward(cpu_implementation, is_causal=True)(q, k, v, dout)
+        got = forward_and_backward(implementation, is_causal=True)(q, k, v, dout)
         assert relative_error(got.out, theirs) <= 0.03
 
 
@@ -37,8 +37,8 @@ def test_gradient_of_one_query_reaches_what_it_sees(implementation, config):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(260, 150), (150, 260)])
-def test_the_same_of_unequal_lengths(cpu_implementation, queries, keys):
-    check_reach(cpu_implementation, queries, keys, SageConfig())
+def test_the_same_of_unequal_lengths(implementation, queries, keys):
+    check_reach(implementation, queries, keys, SageConfig())
 
 
 def check_reach(implementation, queries, keys, config):
@@ -76,10 +76,10 @@ def test_first_query_copies_the_first_value(implementation):
     assert jnp.abs(got.dq[:, 0]).max() <= 0.02 * jnp.abs(got.dq).max()
 
 
-def test_causal_differs_from_full_attention_by_the_mask_alone(cpu_implementation):
+def test_causal_differs_from_full_attention_by_the_mask_alone(implementation):
     # The last query of square attention sees every key.
     q, k, v, dout = make_inputs(130, 130, depth=32)
-    causal, full = (forward_and_backward(cpu_implementation, is_causal=x)(q, k, v, dout) for x in (True, False))
+    causal, full = (forward_and_backward(implementation, is_causal=x)(q, k, v, dout) for x in (True, False))
     assert relative_error(causal.out[:, -1], full.out[:, -1]) <= 1e-6
     assert relative_error(causal.out, full.out) > 0.3
 

@@ -107,6 +107,12 @@ def test_refuses_tiles_that_are_not_blocks(name):
         dataclasses.replace(SageConfig.faithful(), **{name: 32})
 
 
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+def test_refuses_tiles_that_no_kernel_owns(name):
+    with pytest.raises(ValueError, match=f"grad_scale='tile' needs block_q and block_k of at most 64; .*{name}=128"):
+        dataclasses.replace(SageConfig.faithful(), **{name: 128})
+
+
 def test_unknown_fields_and_positions_are_type_errors():
     with pytest.raises(TypeError, match="smooth_v"):
         SageConfig(smooth_v=True)
@@ -154,21 +160,23 @@ CHANGES = {
     "query_scale": (dict(query_scale="block"), ("out", "dk")),
     "key_scale": (dict(key_scale="token"), ("out", "dq")),
     "value_scale": (dict(value_scale="block"), ("out",)),
-    "grad_scale": (dict(grad_scale="tile", dk_span=128, dq_span=128), ("dq", "dk", "dv")),
+    "grad_scale": (dict(grad_scale="tile"), ("dq", "dk", "dv")),
     "pv_span": (dict(pv_span=64), ("out",)),
     "dv_span": (dict(dv_span=64), ("dv",)),
     "dk_span": (dict(dk_span=128), ("dk",)),
     "dq_span": (dict(dq_span=128), ("dq",)),
 } | {f"16-bit-{product}": (dict(sixteen_bit={product}), ()) for product in MATRIX_PRODUCTS}
+# What it is changed from, where that is not the default: a scale a tile is of 64 x 64 scores at most.
+BASES = {"grad_scale": dict(block_q=64, block_k=64, pv_span=64, dv_span=64)}
 AFFECTED = {"qk": "out", "pv": "out"} | {product: product for product in ("dv", "dq", "dk")}
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_choice_changes_what_it_names(name):
-    options, fields = CHANGES[name]
+    base, (options, fields) = BASES.get(name, {}), CHANGES[name]
     inputs = make_inputs(150, 257, batch=1, heads=2, kv_heads=1)
     inputs[1] = inputs[1].at[..., 1].add(3)
-    plain, changed = (oracle(*inputs, config=x) for x in (SageConfig(), SageConfig(**options)))
+    plain, changed = (oracle(*inputs, config=SageConfig(**base, **x)) for x in ({}, options))
     fields = fields or (AFFECTED[name.removeprefix("16-bit-")],)
     for field in fields:
         assert relative_error(getattr(changed, field), getattr(plain, field)) > 2e-3, field

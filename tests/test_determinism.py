@@ -11,17 +11,17 @@ from helpers import assert_bitwise, forward_and_backward, make_inputs
 from sagebwd_jax import SageConfig
 
 
-def test_repeats_bitwise(cpu_implementation):
+def test_repeats_bitwise(implementation):
     inputs = make_inputs(200, 150, dtype=jnp.bfloat16)
-    run = forward_and_backward(cpu_implementation, is_causal=True)
+    run = forward_and_backward(implementation, is_causal=True)
     first = run(*inputs)
     for _ in range(3):
         assert_bitwise(run(*inputs), first)
 
 
-def test_compiled_again_repeats_bitwise(cpu_implementation):
+def test_compiled_again_repeats_bitwise(implementation):
     inputs = make_inputs(130, 130, depth=32)
-    first, second = (forward_and_backward(cpu_implementation)(*inputs) for _ in range(2))
+    first, second = (forward_and_backward(implementation)(*inputs) for _ in range(2))
     assert_bitwise(second, first)
 
 
@@ -37,18 +37,18 @@ def test_does_not_depend_on_the_rest_of_the_batch(implementation, config):
         assert_bitwise(list(run(*(x[1:2] for x in inputs))), one_of_three)
 
 
-def test_does_not_depend_on_other_heads(cpu_implementation):
+def test_does_not_depend_on_other_heads(implementation):
     q, k, v, dout = make_inputs(130, 140, heads=6, kv_heads=3, depth=32)
-    run = forward_and_backward(cpu_implementation)
+    run = forward_and_backward(implementation)
     plain = run(q, k, v, dout)
     changed = run(*(x.at[:, :, heads:].multiply(9) for x, heads in zip((q, k, v, dout), (2, 1, 1, 2), strict=True)))
     for name, heads in dict(out=2, lse=2, dq=2, dk=1, dv=1).items():
         assert_bitwise(getattr(changed, name)[:, :, :heads], getattr(plain, name)[:, :, :heads])
 
 
-def test_equal_batches_have_equal_results(cpu_implementation):
+def test_equal_batches_have_equal_results(implementation):
     inputs = [jnp.concatenate([x, x]) for x in make_inputs(130, 140, batch=1, depth=32)]
-    for x in forward_and_backward(cpu_implementation)(*inputs):
+    for x in forward_and_backward(implementation)(*inputs):
         assert_bitwise(x[0], x[1])
 
 

@@ -109,9 +109,9 @@ class TestExtremes:
             assert relative_error(got.out[:, rows], expected[:, rows]) <= 0.03
 
     @pytest.mark.parametrize("config", [SageConfig(), SageConfig.mixed()], ids=["default", "mixed"])
-    def test_float16_does_not_overflow_inside(self, cpu_implementation, config):
+    def test_float16_does_not_overflow_inside(self, implementation, config):
         q, k, v, dout = make(dtype=jnp.float16, depth=128)
-        run = forward_and_backward(cpu_implementation, config=config)
+        run = forward_and_backward(implementation, config=config)
         assert relative_error(run(q, k, jnp.full_like(v, 3e4), dout).out, jnp.full_like(q, 3e4)) <= 0.01
         # dP has a standard deviation of 5.7e4 and tails above 65504, the largest float16.
         v = (v.astype(jnp.float32) * 5000).astype(jnp.float16)

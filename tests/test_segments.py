@@ -53,14 +53,14 @@ def test_padding_is_neither_read_nor_given_a_gradient(implementation):
     assert_bitwise([x for x in run(jnp.nan) if x is not None], [x for x in got if x is not None])
 
 
-def test_padding_of_queries_is_not_read(cpu_implementation):
+def test_padding_of_queries_is_not_read(implementation):
     inputs = make_inputs(66, 40, heads=2, kv_heads=1, depth=16)
     lengths = jnp.array([50, 66])
 
     def run(fill):
         q, k, v, dout = inputs
         q, dout = (x.at[0, 50:].set(fill) for x in (q, dout))
-        got = attend_and_grads(cpu_implementation, q, k, v, dout, query_seq_lengths=lengths)
+        got = attend_and_grads(implementation, q, k, v, dout, query_seq_lengths=lengths)
         return [x for x in got if x is not None]
 
     first = run(jnp.nan)
@@ -86,21 +86,21 @@ def test_a_document_does_not_notice_another(implementation):
             assert not x[:, others].any() and x[:, own].any()
 
 
-def test_ids_may_be_any_integers_in_any_order(cpu_implementation):
+def test_ids_may_be_any_integers_in_any_order(implementation):
     # Two orders of the same tokens: only which block a key shares its scale with differs.
     inputs = make_inputs(96, 96, batch=1, heads=2, kv_heads=1, depth=16)
     order = np.random.default_rng(0).permutation(96)
     ids = np.repeat([2**31 - 1, -(2**31), 0], 32)
-    packed = attend_and_grads(cpu_implementation, *inputs, query_segment_ids=jnp.array(ids)[None])
+    packed = attend_and_grads(implementation, *inputs, query_segment_ids=jnp.array(ids)[None])
     mixed = attend_and_grads(
-        cpu_implementation, *(x[:, order] for x in inputs), query_segment_ids=jnp.array(ids[order])[None]
+        implementation, *(x[:, order] for x in inputs), query_segment_ids=jnp.array(ids[order])[None]
     )
     for name, x in mixed._asdict().items():
         if x is not None:
             assert relative_error(x, getattr(packed, name)[:, order]) <= 0.03, name
 
 
-def test_gradient_of_the_log_sum_exp(cpu_implementation):
+def test_gradient_of_the_log_sum_exp(implementation):
     # Smoothing takes each query's own mean from its logits, and the log-sum-exp gives it back.
     q, k, v, dout = make_inputs(120, 100, heads=2, kv_heads=1, depth=16)
     k = k.at[..., 2].add(3.0)
@@ -108,7 +108,7 @@ def test_gradient_of_the_log_sum_exp(cpu_implementation):
     key_ids = jnp.sort(normal(2, 2, 100) > 0, axis=1).astype(jnp.int32) + jnp.array([[0], [1]])
     options = dict(query_segment_ids=ids, key_value_segment_ids=key_ids)
     dlse = normal(3, 2, 120, 2)
-    got = attend_and_grads(cpu_implementation, q, k, v, 0 * dout, dlse=dlse, **options)
+    got = attend_and_grads(implementation, q, k, v, 0 * dout, dlse=dlse, **options)
     sees = got.lse > -jnp.inf
     assert not sees.all() and not got.dq[~sees].any()
 
