@@ -33,6 +33,8 @@ from sagebwd_jax._masks import Visibility
 
 # Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
 _BATCH, _LENGTH, _HEADS = 2, 8192, 2
+# No tile divides this one, so that every kernel has a loop over whole tiles and one over those at an end.
+_RAGGED_LENGTH = 8100
 _PREFIX = "sagebwd_"
 # What Mosaic GPU is told by its environment to write: assembly, and the host's code, which says how it is launched.
 _MOSAIC_FILES = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_HOST_LLVM")
@@ -72,15 +74,18 @@ def compile_kernel(
     config: SageConfig,
     masks: str | None = None,
     *,
+    ragged: bool = False,
     with_loop: bool = False,
 ) -> KernelCost:
     """The cost of one kernel, named as in `kernel_names`; `masks` is a key of `methods.MASKS`.
+
+    `ragged` is for lengths that no tile divides.
 
     Raises:
       ValueError: an unknown GPU, or a kernel that this config does not launch.
       CompilerRefusal: see there.
     """
-    traced = _trace(gpu, depth, causal, config, masks)
+    traced = _trace(gpu, depth, causal, config, masks, ragged)
     if kernel not in traced.kernels:
         raise ValueError(f"{kernel=} is not launched by this config: {', '.join(traced.kernels)} are")
     with tempfile.TemporaryDirectory(prefix="kernel_cost_") as name:
@@ -117,14 +122,14 @@ class _Trace:
 
 
 @functools.cache
-def _trace(gpu, depth, causal, config, masks=None) -> _Trace:
+def _trace(gpu, depth, causal, config, masks=None, ragged=False) -> _Trace:
     """Trace both passes for a GPU, without compiling anything."""
     if gpu not in TARGETS:
         raise ValueError(f"{gpu=}: known are {', '.join(TARGETS)}")
     mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
     case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        kernels = single_kernels(*both_passes(case, config, masks))
+        kernels = single_kernels(*both_passes(case, config, masks, length=_RAGGED_LENGTH if ragged else _LENGTH))
         visibility = Visibility(**MASKS[masks](case)[0]) if masks else None
         return _Trace(mesh, kernels, _scores_a_thread(call_spec(case, config), case, visibility))
 

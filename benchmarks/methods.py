@@ -106,14 +106,16 @@ def call_spec(case: Case, config: SageConfig) -> CallSpec:
 
 
 def both_passes(
-    case: Case, config: SageConfig, masks: str | None = None
+    case: Case, config: SageConfig, masks: str | None = None, *, length: int | None = None
 ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """The implementation's forward and backward pass, all results returned, and the shapes it takes.
 
-    `masks` is a key of MASKS, for a call with them, and with dbias if there is a bias.
+    `masks` is a key of MASKS, for a call with them, and with dbias if there is a bias. From `length` on the case's
+    tokens are padding.
     """
     fields, window = MASKS[masks](case) if masks else ({}, (None, None))
-    spec = dataclasses.replace(call_spec(case, config), window=window)
+    tokens = case.length if length is None else length
+    spec = dataclasses.replace(call_spec(case, config), window=window, query_length=tokens, key_length=tokens)
 
     def run(query, key, value, dout, *more):
         visibility = Visibility(**dict(zip(fields, more, strict=True))) if masks else None
