@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
-from train_micro import micro_config, write_text
+from train_micro import curve, micro_config, write_text
 
 from train import __main__ as program
 from train import loop
@@ -48,12 +48,6 @@ def train(config, run_dir, resume=True):
 def unbroken(text, tmp_path_factory):
     config = run_config(text, ema_decay=0.9, on_nonfinite="skip", documents="packed")
     return config, train(config, tmp_path_factory.mktemp("runs") / "unbroken")
-
-
-def curve(run_dir):
-    """What a run computed, bit by bit: no times, no memory."""
-    records = read_metrics(run_dir)
-    return {name: series(records, name) for name in ("loss", "grad_norm", "learning_rate", "held_out_loss", "skipped")}
 
 
 def start(run_dir, config_path):

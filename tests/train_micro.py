@@ -1,10 +1,14 @@
-"""A configuration small enough for tests: every axis has a size of its own, so that swapped axes cannot pass."""
+"""What the training tests share: a small configuration, a folder of text, and what a run computed.
+
+Every axis of the configuration has a size of its own, so that swapped axes cannot pass.
+"""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from train.metrics import read_metrics, series
 
 
 def micro_config(**overrides: Any) -> TrainConfig:
@@ -49,3 +53,9 @@ def write_text(folder: Path, files: int = 12) -> str:
         lines = [f"def function_{index}_{line}(value):\n    return value + {line}\n" for line in range(25)]
         (folder / f"module_{index}.py").write_text("".join(lines))
     return str(folder)
+
+
+def curve(run_dir: Path) -> dict[str, Any]:
+    """What a run computed, bit by bit: no times, no memory."""
+    records = read_metrics(run_dir)
+    return {name: series(records, name) for name in ("loss", "grad_norm", "learning_rate", "held_out_loss", "skipped")}

@@ -34,9 +34,11 @@ def make_probe(graphdef: Any, config: ModelConfig) -> Callable[[Any, Int[Array, 
     return jax.jit(probe)
 
 
-def attention_operands(graphdef: Any, params: Any, tokens: Any, config: ModelConfig) -> list[tuple[Any, Any, Any, Any]]:
-    """query, key, value [1, T, heads, H] of every layer, and the gradient of the loss in its attention's output."""
-    shape = (1, tokens.shape[1] - 1, config.num_heads, config.head_dim)
+def attention_operands(
+    graphdef: Any, params: Any, tokens: Int[Array, "B T1"], config: ModelConfig
+) -> list[tuple[Any, Any, Any, Any]]:
+    """query, key, value [B, T, heads, H] of every layer, and the gradient of the loss in its attention's output."""
+    shape = (tokens.shape[0], tokens.shape[1] - 1, config.num_heads, config.head_dim)
     taps = [jnp.zeros(shape, config.compute_dtype)] * config.num_layers
 
     def tapped(attend: Any, tap: Any, seen: list[Any]) -> Any:
