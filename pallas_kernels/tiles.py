@@ -184,10 +184,14 @@ def _find(kernel, spec, depth, span, visibility) -> Tile:
         dp_ahead=row.dp_ahead,
         last_first=row.last_first,
     )
-    return tile if visibility is None else _with_masks(tile, owns_keys, visibility.bias is not None)
+    if visibility is None:
+        return tile
+    # Scores in 16 bits read Q and K in 128 KiB, two stages of a tile, where channels are that many.
+    stages = 1 if depth > 128 and spec.keeps_16_bits("qk") else 2
+    return _with_masks(tile, owns_keys, visibility.bias is not None, stages)
 
 
-def _with_masks(tile, owns_keys, has_bias) -> Tile:
+def _with_masks(tile, owns_keys, has_bias, most_stages) -> Tile:
     """The tile for a kernel with masks, where nothing says which tile comes next or is the largest.
 
     Not timed. A tile of bias in float32 takes as much shared memory as K and V, and registers: with 64 rows, and two
@@ -195,7 +199,7 @@ def _with_masks(tile, owns_keys, has_bias) -> Tile:
     tests/test_compile_kernels.py). One of them, dK and dV of causal segments in 16 bits at depth 128 without wgmma,
     spills 4 bytes; half its tile would take a fifth more instructions a score.
     """
-    tile = dataclasses.replace(tile, dp_ahead=False, last_first=False, num_stages=min(2, tile.num_stages))
+    tile = dataclasses.replace(tile, dp_ahead=False, last_first=False, num_stages=min(most_stages, tile.num_stages))
     if not has_bias:
         return tile
     side = "block_k" if owns_keys else "block_q"

@@ -124,6 +124,18 @@ def test_wide_heads_fit_without_spills(gpu, causal):
         assert problems(gpu, 256, causal, config, kernels) == {}
 
 
+# Nothing says that these run well: at this depth some spill, and none has been timed.
+@pytest.mark.parametrize("masks", ["mask", "bias", "everything"])
+@pytest.mark.parametrize("gpu", [pytest.param(x, marks=[pytest.mark.slow] * (x != "h200")) for x in SHARED_LIMITS])
+def test_wide_heads_with_masks_fit_in_shared_memory(gpu, masks):
+    fast = gpu == "h200"
+    configs = [SageConfig.precise()] if fast else [*PRESETS.values(), SageConfig.precise(), SageConfig.faithful()]
+    for config in configs:
+        for causal in [False] if fast else [False, True]:
+            names = set(kernel_names(gpu, 256, causal, config, masks)) & set(ATTENTION)
+            assert problems(gpu, 256, causal, config, names, masks, spill_allowed=1 << 20) == {}
+
+
 def test_more_heads_than_a_grid_axis_has_programs(tmp_path):
     # CUDA has 65535 of them along the second and third axis, and 2^31 - 1 along the first.
     mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["h200"].description()), (1,), ("x",))
