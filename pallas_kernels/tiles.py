@@ -186,9 +186,10 @@ def _find(kernel, spec, depth, span, visibility) -> Tile:
     )
     if visibility is None:
         return tile
-    # Scores in 16 bits read Q and K in 128 KiB, two stages of a tile, where channels are that many.
-    stages = 1 if depth > 128 and spec.keeps_16_bits("qk") else 2
-    return _with_masks(tile, owns_keys, visibility.bias is not None, stages)
+    has_bias = visibility.bias is not None
+    # With that many channels, two stages of a tile with a bias, or of 16-bit Q and K, are more than GPUs have.
+    stages = 1 if depth > 128 and (has_bias or spec.keeps_16_bits("qk")) else 2
+    return _with_masks(tile, owns_keys, has_bias, stages)
 
 
 def _with_masks(tile, owns_keys, has_bias, most_stages) -> Tile:
