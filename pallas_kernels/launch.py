@@ -167,11 +167,20 @@ MIN_CAPABILITY = (8, 0)
 # Compute capability by device name, for a device that is described, not present (ahead-of-time compilation).
 _CAPABILITIES = {
     "A100": (8, 0),
+    "A30": (8, 0),
     "A10": (8, 6),
+    "A10G": (8, 6),
+    "A40": (8, 6),
+    "RTX 3090": (8, 6),
+    "L4": (8, 9),
+    "L40S": (8, 9),
     "RTX 4090": (8, 9),
     "H100": (9, 0),
     "H200": (9, 0),
+    "GH200": (9, 0),
     "B200": (10, 0),
+    "GB200": (10, 0),
+    "RTX 5090": (12, 0),
     "RTX PRO 6000": (12, 0),
 }
 
@@ -180,11 +189,12 @@ def target_capability() -> tuple[int, int] | None:
     """Compute capability of the NVIDIA GPU that calls are compiled for, or None if there is none."""
     if _capability.get() is not None:
         return _capability.get()
+    device = jax.devices()[0]
     described = jax.sharding.get_abstract_mesh().abstract_device
-    if described is not None:
+    # A mesh of real devices describes them too, by a name that no table need know.
+    if described is not None and described.device_kind != device.device_kind:
         names = [name for name in _CAPABILITIES if re.search(rf"\b{name}\b", described.device_kind)]
         return _CAPABILITIES[names[0]] if names else None
-    device = jax.devices()[0]
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return None
     major, minor = str(device.compute_capability).split(".")

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import count_kernels, make_inputs
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import launch
 from sagebwd_jax import SageConfig, attention
@@ -211,6 +213,25 @@ class TestTarget:
         monkeypatch.setattr(launch, "target_capability", lambda: capability)
         assert count_kernels(lambda x: attention(**x), make(), name="sagebwd_forward") == kernels
 
+    @pytest.mark.parametrize(
+        ("kind", "capability"),
+        [("NVIDIA GeForce RTX 3090", (8, 6)), ("NVIDIA H20", (9, 0)), ("NVIDIA B300", (10, 3)), ("Tesla V100", (7, 0))],
+    )
+    def test_a_gpu_is_asked_itself_inside_of_a_mesh_too(self, monkeypatch, kind, capability):
+        # A mesh describes its devices by their names, which no table could all know.
+        device = types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability="{}.{}".format(*capability))
+        described = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(kind, 1, "gpu"))
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        assert launch.target_capability() == capability
+        with jax.sharding.use_abstract_mesh(described):
+            assert launch.target_capability() == capability
+
+    def test_a_gpu_that_is_not_there_goes_by_its_name(self):
+        for kind, capability in (("NVIDIA L40S", (8, 9)), ("NVIDIA GH200 480GB", (9, 0)), ("a new one", None)):
+            mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(kind, 1, "gpu"))
+            with jax.sharding.use_abstract_mesh(mesh):
+                assert launch.target_capability() == capability
+
     def test_interpreted_kernels_run_anywhere(self):
         with launch.interpreted():
             assert launch.is_interpreted()
@@ -233,6 +254,7 @@ class TestTarget:
 
 IMPORT = """
 import sys
+import types
 import sagebwd_jax
 loaded = [name for name in ("flax", "optax", "matplotlib", "train") if name in sys.modules]
 assert not loaded, loaded
