@@ -158,6 +158,10 @@ def grad_q_tile(spec, depth, visibility=None) -> Tile:
     return _find("grad_q", spec, depth, spec.config.dq_span, visibility)
 
 
+# The product beside S that the rows of a kernel were chosen for in int8.
+_OWN_PRODUCT = {"forward": ("pv",), "grad_v": ("dv",), "grad_k": ("dk",)}
+
+
 def _find(kernel, spec, depth, span, visibility) -> Tile:
     """The tile for the GPU that the call is compiled for; `span` is None where no rounding asks for one."""
     config = spec.config
@@ -173,14 +177,16 @@ def _find(kernel, spec, depth, span, visibility) -> Tile:
             break
     else:
         summed = 64 if span is None else span
-        row = _row(kernel, depth, None, min(64, most_rows), summed, 4 if depth <= 128 else 8, 2)
+        stages = 2 if depth <= 128 and visibility is None else 1
+        row = _row(kernel, depth, None, min(64, most_rows), summed, 4 if depth <= 128 else 8, stages)
+    # What is in 16 bits, where the row was chosen for int8, takes twice the shared memory: one stage less keeps it.
+    fewer = spec.keeps_16_bits("qk") + (depth > 128 and spec.keeps_16_bits(*_OWN_PRODUCT.get(kernel, ())))
     queries, keys = (row.summed, row.rows) if owns_keys else (row.rows, row.summed)
     tile = Tile(
         block_q=queries,
         block_k=keys,
         num_warps=row.num_warps,
-        # Scores in 16 bits read twice the bytes; one stage less keeps them in shared memory.
-        num_stages=max(1, row.num_stages - spec.keeps_16_bits("qk")),
+        num_stages=max(1, row.num_stages - fewer),
         dp_ahead=row.dp_ahead,
         last_first=row.last_first,
     )
