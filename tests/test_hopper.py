@@ -81,7 +81,7 @@ class TestWhichCalls:
             return jax.vjp(call, query, key, value)[1](dout)
 
         assert [x.dtype for x in jax.eval_shape(run, *inputs)] == [jnp.float32] * 3
-        assert "mosaic_gpu" not in str(jax.make_jaxpr(run)(*inputs))
+        assert "mpmd_map" not in str(jax.make_jaxpr(run)(*inputs))
 
     def test_other_depths_are_not(self, hopper):
         assert find("forward", spec_of(), like(depth=32)) is None
