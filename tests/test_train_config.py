@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from train_micro import micro_config
@@ -9,6 +12,23 @@ from train_micro import micro_config
 from train.cli import parse_command, parse_config
 from train.config import PRESETS, SettingError, TrainConfig
 from train.run_dir import CHANGEABLE, _flat, check_continues
+
+
+def test_every_module_can_be_imported_first():
+    code = """
+import importlib, pkgutil, sys, train
+names = [x.name for x in pkgutil.walk_packages(train.__path__, "train.") if not x.name.endswith("__main__")]
+for name in names:
+    for loaded in [x for x in sys.modules if x.partition(".")[0] == "train"]:
+        del sys.modules[loaded]
+    importlib.import_module(name)
+print(len(names))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 20
 
 
 @pytest.mark.parametrize("preset", PRESETS)

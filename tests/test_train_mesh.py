@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from train_micro import micro_config, write_text
 
-from train.config import SettingError
-from train.mesh import make_mesh, parse_mesh
+from train.config import SettingError, parse_mesh
+from train.mesh import make_mesh
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6

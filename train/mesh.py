@@ -12,9 +12,8 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.config._settings import ModelConfig, SettingError
+from train.config import AXES, ModelConfig, SettingError, parse_mesh
 
-AXES = ("data", "fsdp", "tensor")
 # The axes that the sequences of a batch are spread over.
 BATCH_AXES = ("data", "fsdp")
 # The axes of each kind of parameter, by the end of its path; norms are whole on every device.
@@ -28,21 +27,6 @@ _PARAMETER_SPECS = {
     "up.kernel": P("fsdp", "tensor"),
     "down.kernel": P("tensor", "fsdp"),
 }
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Devices along each axis from ``data=2,fsdp=4``; axes not named have 1, and no text at all means an empty dict.
-
-    Raises:
-      SettingError: an axis that is not there or named twice, or a size that is not a whole number from 1.
-    """
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, _, size = part.strip().partition("=")
-        if name not in AXES or name in sizes or not size.isdecimal() or int(size) < 1:
-            raise SettingError(f"mesh={text!r}: {part!r} is not one of {', '.join(f'{axis}=COUNT' for axis in AXES)}")
-        sizes[name] = int(size)
-    return {axis: sizes.get(axis, 1) for axis in AXES} if sizes else {}
 
 
 def make_mesh(text: str, model: ModelConfig, devices: Sequence[Any] | None = None) -> Mesh:

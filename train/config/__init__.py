@@ -1,5 +1,7 @@
 """Every setting of a run: typed frozen dataclasses, what is refused, and the presets. No default lives elsewhere."""
 
+from train.config._mesh import AXES as AXES
+from train.config._mesh import parse_mesh as parse_mesh
 from train.config._presets import PRESETS as PRESETS
 from train.config._settings import BYTE_VOCABULARY as BYTE_VOCABULARY
 from train.config._settings import GPT2_VOCABULARY as GPT2_VOCABULARY

@@ -1,7 +1,7 @@
 """What a TrainConfig refuses: values that contradict each other or their own unit."""
 
+from train.config._mesh import parse_mesh
 from train.config._settings import BYTE_VOCABULARY, DataConfig, ModelConfig, OptimizerConfig, SettingError, TrainConfig
-from train.mesh import parse_mesh
 
 
 def check(config: TrainConfig) -> None:
