@@ -8,7 +8,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from .mesh import constrain
-from .model import Decoder, project
+from .model import Decoder, output_rows, project
 
 
 class LossSums(NamedTuple):
@@ -72,10 +72,11 @@ class _Sums(NamedTuple):
 def _sums(x: Any, embedding: Any, targets: Any, weights: Any, settings: tuple[int, float]) -> _Sums:
     """The sums over [B, T] tokens from what the output layer reads; settings are the chunk and the weight of z-loss."""
     chunk, z_loss = settings
+    rows = output_rows(embedding, x.dtype)
 
     def step(sums: _Sums, operands: Any) -> tuple[_Sums, None]:
         x, targets, weights = operands
-        logits = project(x, embedding)
+        logits = project(x, rows)
         return _add(sums, _token_losses(logits, targets), weights, z_loss), None
 
     return _over_chunks(step, _zero_sums(), chunk, x, targets, weights)[0]
@@ -88,12 +89,12 @@ def _forward(
     chunk, z_loss = settings
     # What is differentiated comes with whether it is, which is of no use here.
     x, embedding, targets, weights = (arg.value for arg in (x, embedding, targets, weights))
-    rows = constrain(embedding.astype(x.dtype), "tensor", None)
+    rows = output_rows(embedding, x.dtype)
 
     def step(carry: Any, operands: Any) -> tuple[Any, Any]:
         sums, dembedding = carry
         x, targets, weights = operands
-        logits = project(x, embedding)
+        logits = project(x, rows)
         nats, lse = _token_losses(logits, targets)
         slope = (weights * (1 + 2 * z_loss * lse))[..., None]
         is_target = targets[..., None] == jnp.arange(logits.shape[-1])
@@ -116,8 +117,6 @@ def _backward(settings: tuple[int, float], residuals: Any, cotangents: _Sums) ->
     for name, value in zip(_Sums._fields[1:], cotangents[1:], strict=True):
         if not isinstance(value, SymbolicZero):
             raise TypeError(f"LossSums.{name} has no gradient; differentiate LossSums.objective")
-    if isinstance(cotangents.objective, SymbolicZero):
-        return jnp.zeros_like(dx), jnp.zeros_like(dembedding), None, jnp.zeros_like(dweights)
     scale = cotangents.objective
     return (scale * dx).astype(dx.dtype), scale * dembedding, None, scale * dweights
 

@@ -147,12 +147,16 @@ class Decoder(nnx.Module):
 
     def project(self, x: Float[Array, "B T W"]) -> Float[Array, "B T V"]:
         """Logits of the output layer."""
-        return project(x, self.embedding[...])
+        return project(x, output_rows(self.embedding[...], x.dtype))
 
 
-def project(x: Float[Array, "B T W"], embedding: Float[Array, "V W"]) -> Float[Array, "B T V"]:
-    """float32 logits of every token: its products with the rows of the embedding, which are rounded to x's dtype."""
-    rows = constrain(embedding.astype(x.dtype), "tensor", None)
+def output_rows(embedding: Float[Array, "V W"], dtype: Any) -> Float[Array, "V W"]:
+    """The embedding as the output layer reads it: in ``dtype``, each device's part of the vocabulary whole."""
+    return constrain(embedding.astype(dtype), "tensor", None)
+
+
+def project(x: Float[Array, "B T W"], rows: Float[Array, "V W"]) -> Float[Array, "B T V"]:
+    """float32 logits of every token: its products with the rows of the output layer."""
     logits = jnp.einsum("btw,vw->btv", x, rows, preferred_element_type=jnp.float32)
     return constrain(logits, BATCH_AXES, None, "tensor")
 
