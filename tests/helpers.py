@@ -1,6 +1,7 @@
 """What the attention tests share: inputs, one forward and backward pass, and how two results are compared."""
 
 import contextlib
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import launch
-from sagebwd_jax import attention
+from sagebwd_jax import SageConfig, attention
+from sagebwd_jax._config import CallSpec
 from sagebwd_jax.reference import (
     Attended,
     exact_attention_and_grads,
@@ -34,6 +36,20 @@ def make_inputs(queries, keys, *, batch=2, heads=6, kv_heads=3, depth=64, dtype=
     """query, key, value and a random cotangent of the output."""
     shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads)
     return [normal(4 * seed + i, batch, *shape, depth, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def call_spec(queries=256, keys=256, **changes):
+    """What a plain call of these lengths is to the kernels, but for `changes`."""
+    plain = CallSpec(
+        is_causal=False,
+        scale=1.0,
+        query_length=queries,
+        key_length=keys,
+        implementation="triton",
+        differentiates_lse=False,
+        config=SageConfig(),
+    )
+    return dataclasses.replace(plain, **changes)
 
 
 @contextlib.contextmanager

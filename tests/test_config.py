@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import make_inputs, oracle, relative_error
+from helpers import call_spec, make_inputs, oracle, relative_error
 
 from sagebwd_jax import SageConfig
-from sagebwd_jax._config import LENGTH_MULTIPLE, MATRIX_PRODUCTS, CallSpec
+from sagebwd_jax._config import LENGTH_MULTIPLE, MATRIX_PRODUCTS
 
 PRESETS = {
     "default": SageConfig(),
@@ -138,15 +138,7 @@ def test_survives_pickling_and_replacement(name):
 @pytest.mark.parametrize("products", [("qk",), ("dq", "dk")])
 def test_call_spec_knows_what_runs_in_int8(products):
     config = SageConfig(sixteen_bit=products)
-    spec = CallSpec(
-        is_causal=True,
-        scale=1.0,
-        query_length=3,
-        key_length=4,
-        implementation=None,
-        differentiates_lse=False,
-        config=config,
-    )
+    spec = call_spec(3, 4, config=config)
     for product in MATRIX_PRODUCTS:
         assert spec.keeps_16_bits(product) == (product in products)
         assert spec.uses_int8(product) == (product not in products)

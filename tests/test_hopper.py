@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Results, assert_within, forward_and_backward, make_inputs, oracle, relative_error
+from helpers import Results, assert_within, call_spec, forward_and_backward, make_inputs, oracle, relative_error
 
 from pallas_kernels import launch
 from pallas_kernels.hopper import tiles
 from sagebwd_jax import SageConfig, attention
-from sagebwd_jax._config import CallSpec
 
 CONFIGS = {
     "default": SageConfig(),
@@ -30,18 +29,6 @@ def hopper(monkeypatch):
     for module in (launch, tiles):
         monkeypatch.setattr(module, "target_capability", lambda: tiles.CAPABILITY)
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-
-
-def spec_of(config=None, *, is_causal=False):
-    return CallSpec(
-        is_causal=is_causal,
-        scale=1.0,
-        query_length=256,
-        key_length=256,
-        implementation="triton",
-        differentiates_lse=False,
-        config=config or SageConfig(),
-    )
 
 
 def like(depth=128, dtype=jnp.bfloat16, heads=2):
@@ -66,11 +53,11 @@ class TestWhichCalls:
         ],
     )
     def test_depth_128_in_bfloat16_is_taken(self, hopper, kernel, config, is_causal):
-        assert find(kernel, spec_of(config, is_causal=is_causal)) is not None
+        assert find(kernel, call_spec(config=config, is_causal=is_causal)) is not None
 
     @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
     def test_other_dtypes_are_not(self, hopper, dtype):
-        assert find("forward", spec_of(), dtype=dtype) is None
+        assert find("forward", call_spec(), dtype=dtype) is None
 
     @pytest.mark.parametrize("config", ["default", "mixed"])
     def test_float32_runs_on_triton_although_its_operands_are_in_bfloat16(self, hopper, config):
@@ -84,7 +71,7 @@ class TestWhichCalls:
         assert "mpmd_map" not in str(jax.make_jaxpr(run)(*inputs))
 
     def test_other_depths_are_not(self, hopper):
-        assert find("forward", spec_of(), like(depth=32)) is None
+        assert find("forward", call_spec(), like(depth=32)) is None
 
     @pytest.mark.parametrize(
         "kernel,config",
@@ -100,23 +87,23 @@ class TestWhichCalls:
         ],
     )
     def test_other_scales_and_spans_are_not(self, hopper, kernel, config):
-        assert find(kernel, spec_of(config)) is None
+        assert find(kernel, call_spec(config=config)) is None
 
     def test_nothing_is_without_such_a_gpu(self):
         if launch.target_capability() == tiles.CAPABILITY:
             pytest.skip("there is one")
-        assert find("forward", spec_of()) is None
+        assert find("forward", call_spec()) is None
 
     def test_nothing_is_by_the_interpreter(self, hopper):
         with launch.interpreted():
-            assert find("forward", spec_of()) is None
+            assert find("forward", call_spec()) is None
 
     def test_nothing_is_by_an_older_jax(self, hopper, monkeypatch):
         monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-        assert find("forward", spec_of()) is None
+        assert find("forward", call_spec()) is None
 
     def test_grouped_heads_get_a_layout_of_their_own(self, hopper):
-        plain, grouped = (find("grad_k", spec_of(), like(), like(heads=x)) for x in (2, 4))
+        plain, grouped = (find("grad_k", call_spec(), like(), like(heads=x)) for x in (2, 4))
         assert plain != grouped
 
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from helpers import make_inputs, normal, relative_error
+from helpers import call_spec, make_inputs, normal, relative_error
 
 from pallas_kernels import attention as triton
 from pallas_kernels import launch, ptx, quantize, statistics, steps
 from sagebwd_jax import SageConfig, _quantize, _xla
-from sagebwd_jax._config import CallSpec
 
 
 @pytest.fixture(autouse=True)
@@ -238,15 +237,7 @@ class TestQuantizeKernels:
 @pytest.mark.parametrize("config", [SageConfig(), SageConfig.mixed(), SageConfig.precise()])
 @pytest.mark.parametrize("module", [_xla, triton], ids=["xla", "triton"])
 def test_residuals_have_the_types_that_they_declare(module, config):
-    spec = CallSpec(
-        is_causal=False,
-        scale=1.0,
-        query_length=100,
-        key_length=300,
-        implementation=None,
-        differentiates_lse=False,
-        config=config,
-    )
+    spec = call_spec(100, 300, config=config)
 
     def check(query, key, value):
         _, _, residuals = module.forward(query, key, value, spec=spec, keep=True)

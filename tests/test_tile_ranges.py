@@ -3,12 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import call_spec, normal
 
 from pallas_kernels import masking
 from pallas_kernels.launch import Tile
-from sagebwd_jax import SageConfig, _masks
-from sagebwd_jax._config import CallSpec
+from sagebwd_jax import _masks
 from sagebwd_jax.reference import visible_scores
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -26,16 +25,7 @@ def ranges_and_scores(queries, keys, block_q, block_k, owns_keys, is_causal=Fals
         + ("query_segment_ids", "key_value_segment_ids")
     )
     window, visibility = _masks.canonical(sizes, **given | options)
-    spec = CallSpec(
-        is_causal=is_causal,
-        scale=1.0,
-        query_length=queries,
-        key_length=keys,
-        implementation="triton",
-        differentiates_lse=False,
-        config=SageConfig(),
-        window=window,
-    )
+    spec = call_spec(queries, keys, is_causal=is_causal, window=window)
     tile = Tile(block_q=block_q, block_k=block_k, num_warps=4, num_stages=2)
     visibility = _masks.Visibility() if visibility is None else visibility
     ranges = masking.tile_ranges(visibility, spec=spec, tile=tile, owns_keys=owns_keys)

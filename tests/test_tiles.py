@@ -4,10 +4,10 @@ import itertools
 
 import jax.numpy as jnp
 import pytest
+from helpers import call_spec
 
 from pallas_kernels import tiles
 from sagebwd_jax import SageConfig
-from sagebwd_jax._config import CallSpec
 from sagebwd_jax._masks import Visibility
 
 VISIBILITIES = {
@@ -24,18 +24,6 @@ def of_tiles(block_q, block_k):
     return SageConfig(**scales, **blocks)
 
 
-def spec_of(config, is_causal):
-    return CallSpec(
-        is_causal=is_causal,
-        scale=1.0,
-        query_length=128,
-        key_length=128,
-        implementation="triton",
-        differentiates_lse=False,
-        config=config,
-    )
-
-
 @pytest.mark.parametrize("masks", VISIBILITIES)
 @pytest.mark.parametrize("capability", [*tiles.TABLE, (8, 9), None], ids=str)
 def test_a_tile_that_shares_a_scale_is_the_block_of_the_config(monkeypatch, capability, masks):
@@ -43,7 +31,7 @@ def test_a_tile_that_shares_a_scale_is_the_block_of_the_config(monkeypatch, capa
     assert of_tiles(64, 64) == SageConfig.faithful()
     wrong = []
     for block_q, block_k, depth, is_causal in itertools.product((32, 64), (32, 64), (16, 64, 128, 256), (False, True)):
-        spec = spec_of(of_tiles(block_q, block_k), is_causal)
+        spec = call_spec(config=of_tiles(block_q, block_k), is_causal=is_causal)
         joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, VISIBILITIES[masks])
         tile_q = tiles.grad_q_tile(spec, depth, VISIBILITIES[masks])
         found = {(tile.block_q, tile.block_k) for tile in (tile_k, tile_v, tile_q)}
