@@ -157,6 +157,9 @@ def _scores_a_thread(spec, case, visibility) -> dict[str, float]:
     else:
         chosen |= {"grad_k": ("grad_k", tile_k, config.dk_span), "grad_v": ("grad_v", tile_v, config.dv_span)}
     like, scores = jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16), {}
+    # Its hottest loop is that of the groups that own keys.
+    if hopper_tiles.find("grad_qkv", spec, visibility, like.dtype, like) is not None:
+        scores["grad_qkv"] = hopper_tiles.GROUP * config.dk_span / 128
     for name, (row, tile, span) in chosen.items():
         if hopper_tiles.find(row, spec, visibility, like.dtype, like) is not None:
             scores[name] = hopper_tiles.GROUP * span / 128

@@ -101,7 +101,7 @@ def call_spec(case: Case, config: SageConfig) -> CallSpec:
         key_length=case.length,
         implementation="triton",
         differentiates_lse=False,
-        config=config,
+        config=config.at_depth(case.depth),
     )
 
 

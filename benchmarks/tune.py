@@ -29,6 +29,7 @@ KERNELS = {
     "grad_v": ("grad_v", "sagebwd"),
     "grad_k": ("grad_k", "sagebwd"),
     "grad_q": ("grad_q", "sagebwd"),
+    "grad_qkv": ("grad_qkv", "sagebwd"),
     "grad_kv_16": ("grad_kv", "sagebwd mixed"),
     "grad_q_16": ("grad_q", "sagebwd mixed"),
 }
@@ -38,11 +39,14 @@ MAX_DIFFERENCE = 5e-3
 
 def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.Row | hopper_tiles.Row]:
     """Rows that the product would accept; on a Hopper GPU also those of its own kernels."""
-    layouts = itertools.product((2, 3, 4), (2, 3)) if hopper_tiles.available() else ()
+    groups = (2,) if kernel == "grad_qkv" else (2, 3, 4)
+    layouts = itertools.product(groups, (2, 3)) if hopper_tiles.available() else ()
     for groups, stages in layouts:
         yield hopper_tiles.Row(
             kernel=kernel, depth=depth, is_causal=causal, groups=groups, stages=stages, milliseconds=0.0
         )
+    if kernel == "grad_qkv":
+        return
     span = dict(forward=config.pv_span, grad_v=config.dv_span, grad_k=config.dk_span, grad_q=config.dq_span).get(kernel)
     summed = (64, 128) if span is None else (span,)
     ahead = (False, True) if kernel in ("grad_k", "grad_q") else (False,)

@@ -44,6 +44,7 @@ class BackwardOperands:
     shift: jax.Array
     shift_dk: jax.Array | None
     shift_dv: jax.Array | None
+    dout_scale: jax.Array | None
     q_turned: jax.Array | None
     k_turned: jax.Array | None
     q_16: jax.Array | None
@@ -175,12 +176,16 @@ def backward(residuals: Residuals, dout, dlse, visibility=None, *, spec: CallSpe
         shift=-r.lse,
         shift_dk=shift(r.q_scale) if int8_dk else None,
         shift_dv=shift(quantized[1]) if int8_dv else None,
+        dout_scale=quantized[1] if int8_dv else None,
         q_turned=turn(r.q_int8) if int8_dk else None,
         k_turned=turn(r.k_int8) if int8_dq else None,
         q_16=r.q_16,
         k_16=r.k_smooth_16,
         dout_turned=quantized[0] if int8_dv else None,
     )
+    layout = hopper_tiles.find("grad_qkv", spec, visibility, dout.dtype, ops.v, ops.dout)
+    if layout is not None:
+        return _hopper("grad_qkv")(ops, spec=spec, layout=layout, out_dtype=dout.dtype)
     dk, dv = _grad_kv(ops, visibility, spec=spec, dtype=dout.dtype)
     results = _grad_q(ops, visibility, spec=spec, dtype=dout.dtype, keep_ds=want_dbias)
     if visibility is None or not want_dbias:

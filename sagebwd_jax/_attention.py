@@ -86,7 +86,7 @@ def attention(
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
-    batch, queries, heads, _ = query.shape
+    batch, queries, heads, depth = query.shape
     window, visibility = _masks.canonical(
         _masks.Sizes(batch=batch, queries=queries, keys=key.shape[1], heads=heads, batched=batched),
         bias=bias,
@@ -104,7 +104,7 @@ def attention(
         key_length=key.shape[1],
         implementation=implementation,
         differentiates_lse=return_residual,
-        config=config,
+        config=config.at_depth(depth),
         window=window,
     )
     out, lse = _attend(query, key, value, scale, visibility, spec)

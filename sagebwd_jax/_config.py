@@ -36,7 +36,8 @@ class SageConfig:
       block_q: queries, a power of two.
       block_k: keys, a power of two.
       pv_span: keys over which a query's row of P shares its scale in O = P V.
-      dv_span: queries over which a key's row of P shares its scale in dV = P^T dO.
+      dv_span: queries over which a key's row of P shares its scale in dV = P^T dO; None for 64 at head dims to 64 and
+        128 above, which the fastest kernels take.
       dk_span: queries over which a key's row of dS shares its scale in dK = dS^T Q.
       dq_span: keys over which a query's row of dS shares its scale in dQ = dS K.
 
@@ -56,7 +57,7 @@ class SageConfig:
     block_q: int = 128
     block_k: int = 128
     pv_span: int = 128
-    dv_span: int = 128
+    dv_span: int | None = None
     dk_span: int = 64
     dq_span: int = 64
 
@@ -80,8 +81,15 @@ class SageConfig:
                 )
             spans = dict(dv_span=self.block_q, dk_span=self.block_q, dq_span=self.block_k)
             for name, block in spans.items():
-                if getattr(self, name) != block:
+                if getattr(self, name) not in (block, None):
                     raise ValueError(f"grad_scale='tile' needs {name}={block}, the block; got {getattr(self, name)}")
+
+    def at_depth(self, depth: int) -> "SageConfig":
+        """This config with what it leaves open chosen for heads of `depth` channels: what a call computes by."""
+        if self.dv_span is not None:
+            return self
+        span = self.block_q if self.grad_scale == "tile" else 64 if depth <= 64 else 128
+        return dataclasses.replace(self, dv_span=span)
 
     @classmethod
     def faithful(cls) -> "SageConfig":
@@ -120,7 +128,7 @@ _ACCEPTED = dict(
     block_q=_SPANS,
     block_k=_SPANS,
     pv_span=_SPANS,
-    dv_span=_SPANS,
+    dv_span=(*_SPANS, None),
     dk_span=_SPANS,
     dq_span=_SPANS,
 )
@@ -137,7 +145,7 @@ class CallSpec:
       key_length: keys that count, likewise.
       implementation: "triton", "xla", or None: by the platform that the call is lowered for.
       differentiates_lse: the log-sum-exp is an output of the call, so it may have a cotangent.
-      config: what changes the numbers.
+      config: what changes the numbers, with nothing left open (`SageConfig.at_depth`).
       window: query i sees keys i-left..i+right; None for an end without limit. See `reach`.
     """
 

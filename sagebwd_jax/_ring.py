@@ -83,7 +83,7 @@ def ring_attention(
         key_length=keys,
         implementation=implementation,
         differentiates_lse=False,
-        config=config,
+        config=config.at_depth(depth),
     )
     operands = (query, key, value) if query.ndim == 4 else (query[None], key[None], value[None])
     operands = _sharding.vary_alike(*map(_attention._pad, operands))

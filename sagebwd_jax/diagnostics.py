@@ -76,7 +76,7 @@ def measure_attention(
     inputs = query, key, value, dout
     logits, exact_scores = _exact_scores(*inputs, scale, visible, truth)
     exact |= exact_scores
-    got |= _quantized_scores(*inputs, scale, visible, config)
+    got |= _quantized_scores(*inputs, scale, visible, config.at_depth(query.shape[-1]))
     zeros = jnp.sum((got["ds"] == 0) & visible) / (visible.sum() * query.shape[0] * query.shape[2])
     return AttentionReport(
         errors={name: _error(got[name], exact[name]) for name in ("delta", "p", "dp", "ds", "out", "dq", "dk", "dv")},

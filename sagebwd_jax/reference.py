@@ -163,7 +163,7 @@ def quantized_attention_and_grads(
     `masks` are the arguments of `visible_scores`. What is padding (`keys_together`) is zero before anything else.
     Differs from the paper where `SageConfig` says so, and in delta, which uses O before it is rounded to 16 bits.
     """
-    config = SageConfig() if config is None else config
+    config = (SageConfig() if config is None else config).at_depth(query.shape[-1])
     groups = query.shape[2] // key.shape[2]
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     visible = visible_scores(query, key, bias=bias, **masks)

@@ -38,8 +38,8 @@ def make_inputs(queries, keys, *, batch=2, heads=6, kv_heads=3, depth=64, dtype=
     return [normal(4 * seed + i, batch, *shape, depth, dtype=dtype) for i, shape in enumerate(shapes)]
 
 
-def call_spec(queries=256, keys=256, **changes):
-    """What a plain call of these lengths is to the kernels, but for `changes`."""
+def call_spec(queries=256, keys=256, *, depth=128, **changes):
+    """What a plain call of these lengths and channels is to the kernels, but for `changes`."""
     plain = CallSpec(
         is_causal=False,
         scale=1.0,
@@ -49,7 +49,8 @@ def call_spec(queries=256, keys=256, **changes):
         differentiates_lse=False,
         config=SageConfig(),
     )
-    return dataclasses.replace(plain, **changes)
+    spec = dataclasses.replace(plain, **changes)
+    return dataclasses.replace(spec, config=spec.config.at_depth(depth))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import call_spec, make_inputs, oracle, relative_error
+from helpers import call_spec, forward_and_backward, make_inputs, oracle, relative_error
 
 from sagebwd_jax import SageConfig
 from sagebwd_jax._config import LENGTH_MULTIPLE, MATRIX_PRODUCTS
@@ -41,11 +41,30 @@ def test_default_smooths_keys_and_scales_rows():
     assert config.query_scale == "token" and config.grad_scale == "row"
 
 
+@pytest.mark.parametrize("depth", [1, 64, 65, 256])
 @pytest.mark.parametrize("name", PRESETS)
-def test_spans_and_blocks_divide_the_padded_length(name):
+def test_spans_and_blocks_divide_the_padded_length(name, depth):
+    config = PRESETS[name].at_depth(depth)
     for field in dataclasses.fields(SageConfig):
         if field.name.startswith("block_") or field.name.endswith("_span"):
-            assert LENGTH_MULTIPLE % getattr(PRESETS[name], field.name) == 0
+            assert LENGTH_MULTIPLE % getattr(config, field.name) == 0
+
+
+@pytest.mark.parametrize(("depth", "span"), [(1, 64), (64, 64), (65, 128), (256, 128)])
+def test_the_span_that_is_left_open_goes_by_the_head_dim(depth, span):
+    assert SageConfig().at_depth(depth) == SageConfig(dv_span=span)
+    assert SageConfig(dv_span=32).at_depth(depth).dv_span == 32
+    tiles = SageConfig(grad_scale="tile", block_q=64, block_k=64, pv_span=64)
+    assert tiles.at_depth(depth).dv_span == tiles.block_q
+
+
+def test_a_call_computes_by_the_span_of_its_head_dim():
+    inputs = make_inputs(256, 200, batch=1, heads=2, kv_heads=1)
+    configs = SageConfig(), SageConfig(dv_span=64), SageConfig(dv_span=128)
+    for run in (oracle, lambda *inputs, config: forward_and_backward("xla", config=config)(*inputs)):
+        left_open, chosen, other = (run(*inputs, config=config).dv for config in configs)
+        assert relative_error(left_open, chosen) == 0
+        assert relative_error(left_open, other) > 1e-3
 
 
 REFUSED = {
@@ -154,7 +173,7 @@ CHANGES = {
     "value_scale": (dict(value_scale="block"), ("out",)),
     "grad_scale": (dict(grad_scale="tile"), ("dq", "dk", "dv")),
     "pv_span": (dict(pv_span=64), ("out",)),
-    "dv_span": (dict(dv_span=64), ("dv",)),
+    "dv_span": (dict(dv_span=128), ("dv",)),
     "dk_span": (dict(dk_span=128), ("dk",)),
     "dq_span": (dict(dq_span=128), ("dq",)),
 } | {f"16-bit-{product}": (dict(sixteen_bit={product}), ()) for product in MATRIX_PRODUCTS}

@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
 from pallas_kernels.forward import HIDDEN, TINY_SCALE
-from pallas_kernels.hopper import launch
-from pallas_kernels.hopper.launch import ROWS, across, down, fetch, filled, matrix, slot_of, turned
+from pallas_kernels.hopper import arrays, launch
+from pallas_kernels.hopper.arrays import ROWS, across, down, filled, turned
+from pallas_kernels.hopper.launch import fetch, matrix, slot_of
 from pallas_kernels.hopper.queries import hide, over_keys, query_block
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
@@ -42,7 +43,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
         first = jnp.minimum(first + group * GROUP, queries - GROUP)
         mine = pl.ds(first, GROUP)
         fetch(q_ref.at[b, n, mine], q_own.at[group], own.at[group])
-        row_scale = launch.load_vector(q_scale_ref.at[b, n, mine], ROWS)
+        row_scale = arrays.load_vector(q_scale_ref.at[b, n, mine], ROWS)
         launch.wait(own.at[group])
         shape = (GROUP, span)
 
@@ -51,17 +52,16 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             slot = slot_of(j, layout)
             scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
             launch.wait(k_full.at[slot])
-            s = launch.product(q_own.at[group], turned(k_ring.at[slot]), shape).astype(jnp.float32)
+            s = arrays.product(q_own.at[group], turned(k_ring.at[slot]), shape).astype(jnp.float32)
             launch.arrive(k_free.at[slot])
-            if edge:
-                s, scale = hide(s, HIDDEN, first, j, span, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
+            s, scale = hide(s, HIDDEN, first, j, span, edge, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
             peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
             # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
             p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
             total = total * keep + p.sum(axis=1)
-            p_int8 = launch.round_to_int8(p)
+            p_int8 = arrays.round_to_int8(p)
             launch.wait(v_full.at[slot])
-            tile_out = launch.product(p_int8, turned(v_ring.at[slot]), out.shape)
+            tile_out = arrays.product(p_int8, turned(v_ring.at[slot]), out.shape)
             launch.arrive(v_free.at[slot])
             return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
 
@@ -69,9 +69,11 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
             return filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
 
-        out, _, shift, total = over_keys(body, start, first, count, span, spec=spec)
+        out, _, shift, total = over_keys(
+            body, start(), first, count, span, int8=spec.uses_int8("pv"), depth=depth, spec=spec
+        )
         out = out * across(1 / total, out.shape)
-        out = out * down(launch.load_vector(v_scale_ref.at[b, kv], launch.COLUMNS), out.shape)
+        out = out * down(arrays.load_vector(v_scale_ref.at[b, kv], arrays.COLUMNS), out.shape)
         lse = shift + jnp.log(total) * steps.LOG2_E
         _write(outputs, [x.at[group] for x in buffers], out, lse, at=(b, n, first), spec=spec)
 
@@ -121,9 +123,9 @@ def _write(outputs, buffers, out, lse, *, at, spec):
     b, n, first = at
     mine = pl.ds(first, GROUP)
     launch.store(buffers[0], outputs[0].at[b, mine, n], out)
-    rows = first + launch.row_numbers()
+    rows = first + arrays.row_numbers()
     outputs[1][b, n, mine] = jnp.where(rows < spec.query_length, lse - steps.LOG2_INT8_MAX, steps.NO_QUERY)
     if len(outputs) == 4:
         scale, inverse = steps.scale_and_inverse(steps.magnitude(out).max(axis=1), steps.INT16_MAX)
-        launch.store(buffers[1], outputs[2].at[b, mine, n], launch.round_to_int16(out * across(inverse, out.shape)))
+        launch.store(buffers[1], outputs[2].at[b, mine, n], arrays.round_to_int16(out * across(inverse, out.shape)))
         outputs[3][b, n, mine] = scale

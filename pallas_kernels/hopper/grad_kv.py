@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
-from pallas_kernels.hopper import launch
-from pallas_kernels.hopper.launch import COLUMNS, across, down, fetch, filled, matrix, slot_of, turned
+from pallas_kernels.hopper import arrays, launch
+from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
+from pallas_kernels.hopper.launch import fetch, matrix, slot_of
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 # Queries of a tile where no rounding asks for a number.
@@ -54,7 +55,9 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
         first_key = jnp.minimum(first_key + group_index * GROUP, keys - GROUP)
         mine = pl.ds(first_key, GROUP)
         for name in own:
-            fetch(_tile_in(name, inputs[name], b, n, mine), held[name].at[group_index], held["own"].at[group_index])
+            fetch(
+                launch.tile_in(name, inputs[name], b, n, mine), held[name].at[group_index], held["own"].at[group_index]
+            )
         k_scale = k_scale_ref[b, n, lax.div(first_key, jnp.int32(spec.config.block_k))]
         launch.wait(held["own"].at[group_index])
         k_own, v_own = (held[x].at[group_index] if x in own else None for x in ("k", "v"))
@@ -62,22 +65,20 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             _tile, held, k_own, v_own, k_scale, spec=spec, first_key=first_key, span=span, want=(want_dk, want_dv)
         )
 
-        def body(step, sums, *, edge):
+        def body(step, sums, edge=None):
             slot = slot_of(step, layout)
             launch.wait(held["full"].at[slot])
             i = lax.rem(step, per_head) if group > 1 else step
-            sums = tile(slot, first + i, sums, edge=edge)
+            sums = tile(slot, first + i, sums, edge)
             launch.arrive(held["free"].at[slot])
             return sums
 
-        def edges():
-            if not spec.is_causal:
-                return 0
-            count = pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first
-            return jnp.maximum(jnp.minimum(count, per_head), 0)
-
         sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
-        sums = _over_queries(body, sums, group, per_head, edges)
+        if not spec.is_causal or arrays.branches(int8, depth):
+            sums = lax.fori_loop(jnp.int32(0), per_head * group, body, sums)
+        else:
+            edges = jnp.clip(pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first, 0, per_head)
+            sums = _in_two_loops(body, sums, group, per_head, edges)
         # NaN if a query of the group is not finite: the maximum of a row loses it.
         poison = poison_ref[b, n, 0]
         factors = [1 / steps.LOG2_E if int8 else spec.scale] * want_dk + [1.0] * want_dv
@@ -93,7 +94,7 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             head, queries = n * group + g, pl.ds((first + i) * span, span)
             full = held["full"].at[slot]
             for name in streams:
-                fetch(_tile_in(name, inputs[name], b, head, queries), held[name].at[slot], full)
+                fetch(launch.tile_in(name, inputs[name], b, head, queries), held[name].at[slot], full)
             for i, name in enumerate(vectors):
                 fetch(inputs[name].at[b, head, queries], held["vectors"].at[slot, i], full)
 
@@ -134,51 +135,42 @@ def _operands(ops, int8, want_dk):
     return own | dict(v=ops.v), streams, vectors | dict(delta=ops.delta)
 
 
-def _tile_in(name, ref, b, head, time):
-    """Where these queries or keys of an operand lie: what is turned and what is INT8 has its heads before its time."""
-    if name.endswith("turned"):
-        return ref.at[b, head, :, time]
-    return ref.at[b, head, time] if name in ("q", "k") else ref.at[b, time, head]
-
-
-def _over_queries(body, sums, group, per_head, edges):
-    """body(step, sums, edge=...) over the tiles of queries of each head of the group, of which edges() come first."""
+def _in_two_loops(body, sums, group, per_head, edges):
+    """body(step, sums, edge) over the tiles of queries of each head of the group, of which the first few are edges."""
 
     def head(g, sums):
         start, end = g * per_head, (g + 1) * per_head
-        count = edges()
-        # Without causality there are none, and no loop is made for them.
-        if not isinstance(count, int):
-            sums = lax.fori_loop(start, start + count, functools.partial(body, edge=True), sums)
-        return lax.fori_loop(start + count, end, functools.partial(body, edge=False), sums)
+        sums = lax.fori_loop(start, start + edges, functools.partial(body, edge=True), sums)
+        return lax.fori_loop(start + edges, end, functools.partial(body, edge=False), sums)
 
     return head(jnp.int32(0), sums) if group == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(group), head, sums)
 
 
-def _tile(held, k_own, v_own, k_scale, slot, i, sums, *, edge, spec, first_key, span, want):
+def _tile(held, k_own, v_own, k_scale, slot, i, sums, edge, *, spec, first_key, span, want):
     """The sums with what a tile of queries adds to them."""
     want_dk, want_dv = want
     int8, shape = want_dk != want_dv, (GROUP, span)
     q_scale, shift, *rest = (held["vectors"].at[slot, x] for x in range(2 + want_dk))
 
     def vector(ref):
-        return launch.load_vector(ref, COLUMNS)
+        return arrays.load_vector(ref, COLUMNS)
 
     def probabilities(s):
         """P^T, times the scale that `shift` holds."""
         scale = down(vector(q_scale) * k_scale, shape)
         p = jnp.exp2(s.astype(jnp.float32) * scale + down(vector(shift), shape))
-        if not edge:
+        if not spec.is_causal:
             return p
         # Keys that do not count are rows of their own, whose results nobody reads.
-        return launch.hide(p, launch.row_numbers() + first_key - i * span, 0.0, before=True)
+        hidden = i * span < first_key + (GROUP - 1) if edge is None else edge
+        return arrays.hide_if(hidden, p, arrays.row_numbers() + first_key - i * span, 0.0, before=True)
 
     scores = k_own, turned(held["q"].at[slot])
     if not want_dk:
-        p_int8, p_scale = launch.quantize_row(probabilities(launch.product(*scores, shape)))
+        p_int8, p_scale = arrays.quantize_row(probabilities(arrays.product(*scores, shape)))
         [dv] = sums
-        return (_add_int8(dv, p_int8, held["dout_turned"].at[slot], p_scale),)
-    p, dp = launch.two_products(scores, (v_own, turned(held["dout"].at[slot])), probabilities, shape)
+        return (arrays.add_int8_product(dv, p_int8, p_scale, held["dout_turned"].at[slot]),)
+    p, dp = arrays.two_products(scores, (v_own, turned(held["dout"].at[slot])), probabilities, shape)
     [delta] = rest
 
     def ds():
@@ -186,18 +178,12 @@ def _tile(held, k_own, v_own, k_scale, slot, i, sums, *, edge, spec, first_key, 
 
     if int8:
         [dk] = sums
-        ds_int8, ds_scale = launch.quantize_row(ds())
-        return (_add_int8(dk, ds_int8, held["q_turned"].at[slot], ds_scale),)
+        ds_int8, ds_scale = arrays.quantize_row(ds())
+        return (arrays.add_int8_product(dk, ds_int8, ds_scale, held["q_turned"].at[slot]),)
     dk, dv = sums
-    dv, dk = launch.add_two_products(
+    dv, dk = arrays.add_two_products(
         (dv, dk),
         (p.astype(jnp.bfloat16), held["dout"].at[slot]),
         lambda: (ds().astype(jnp.bfloat16), held["q_16"].at[slot]),
     )
     return dk, dv
-
-
-def _add_int8(total, left, right, scale):
-    """total + left right^T times a scale a row."""
-    tile = launch.product(left, turned(right), total.shape).astype(jnp.float32)
-    return total + tile * across(scale, total.shape)

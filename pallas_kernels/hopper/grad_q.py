@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import launch
-from pallas_kernels.hopper.launch import ROWS, across, fetch, filled, matrix, slot_of, turned
+from pallas_kernels.hopper import arrays, launch
+from pallas_kernels.hopper.arrays import ROWS, across, filled, turned
+from pallas_kernels.hopper.launch import fetch, matrix, slot_of
 from pallas_kernels.hopper.queries import hide, over_keys, query_block
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
@@ -35,7 +36,7 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
         fetch(q_ref.at[b, n, mine], q_own.at[group], own.at[group])
         fetch(dout_ref.at[b, mine, n], dout_own.at[group], own.at[group])
         q_scale, lse, delta = (
-            launch.load_vector(ref.at[b, n, mine], ROWS) for ref in (q_scale_ref, lse_ref, delta_ref)
+            arrays.load_vector(ref.at[b, n, mine], ROWS) for ref in (q_scale_ref, lse_ref, delta_ref)
         )
         launch.wait(own.at[group])
         shape = (GROUP, span)
@@ -47,11 +48,9 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
 
             def probabilities(s):
                 p = jnp.exp2(s.astype(jnp.float32) * across(q_scale * k_scale, shape) + across(-lse, shape))
-                if not edge:
-                    return p
-                return hide(p, 0.0, first, j, span, spec=spec)
+                return hide(p, 0.0, first, j, span, edge, spec=spec)
 
-            p, dp = launch.two_products(
+            p, dp = arrays.two_products(
                 (q_own.at[group], turned(k_ring.at[slot])),
                 (dout_own.at[group], turned(v_ring.at[slot])),
                 probabilities,
@@ -60,18 +59,19 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
             )
             ds = p * (dp - across(delta, shape))
             if int8:
-                ds_int8, ds_scale = launch.quantize_row(ds)
+                ds_int8, ds_scale = arrays.quantize_row(ds)
                 launch.wait(right_full.at[slot])
-                tile_dq = launch.product(ds_int8, turned(right_ring.at[slot]), dq.shape).astype(jnp.float32)
+                tile_dq = arrays.product(ds_int8, turned(right_ring.at[slot]), dq.shape).astype(jnp.float32)
                 dq = dq + tile_dq * across(ds_scale * k_scale, dq.shape)
             else:
                 ds_16 = ds.astype(jnp.bfloat16)
                 launch.wait(right_full.at[slot])
-                dq = launch.add_product(dq, ds_16, right_ring.at[slot])
+                dq = arrays.add_product(dq, ds_16, right_ring.at[slot])
             launch.arrive(free.at[slot])
             return dq
 
-        dq = over_keys(body, lambda: filled((GROUP, depth), 0.0), first, count, span, spec=spec)
+        dq = filled((GROUP, depth), 0.0)
+        dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
         # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
         poison = delta * 0 + lse * 0
         launch.store(dout_own.at[group], dq_ref.at[b, mine, n], dq * spec.scale + across(poison, dq.shape))

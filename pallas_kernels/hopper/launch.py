@@ -1,27 +1,22 @@
-"""The only file that knows Pallas' Mosaic GPU backend: buffers, products of tensor cores, rounding, and the launch.
+"""How the Hopper kernels are launched: buffers, copies, barriers, and which warp group does what.
 
-A block of threads is `groups` warp groups that compute, each with GROUP rows of its own, and one that copies what they
+This file and arrays.py alone know Pallas' Mosaic GPU backend. A block of threads is warp groups, each with a part of
+the work (`Part`): in most kernels `groups` that compute, each with GROUP rows of its own, and one that copies what they
 share from memory into a ring of `stages` buffers. The backend has no interpreter for what these kernels use: they run
 on a GPU, or are compiled for one.
 """
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
-import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels import steps
-from pallas_kernels.hopper.tiles import GROUP, Groups
+from pallas_kernels.hopper.tiles import Groups
 from pallas_kernels.launch import vary_over, varying_axes
 
-ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-TILE, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 # Registers of a thread that computes, by the number of groups, and of one that copies. Their sum must not be above what
 # the block is launched with, 65536 / threads rounded down to 8 for each thread: the increase would wait forever.
 REGISTERS = {2: 240, 3: 160, 4: 112}
@@ -46,170 +41,11 @@ def barriers(count, *, arrivals=1):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def load_vector(ref, layout):
-    """A vector, in the layout of a tile's rows or columns."""
-    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-
-def across(x, shape):
-    """A value a row, as a tile."""
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def down(x, shape):
-    """A value a column, as a tile."""
-    return lax.broadcast_in_dim(x, shape, [1])
-
-
-def filled(shape, value, layout: Any = TILE):
-    """A float32 array of one value."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def product(a, b, shape, dtype=jnp.int32):
-    """a b, waited for."""
-
-    def run(total):
-        plgpu.wgmma(total, a, b)
-        return total[...]
-
-    return pl.run_scoped(run, ACC(shape, dtype))
-
-
-def two_products(first, second, between, shape, *, ready=None):
-    """between(a b of `first`, INT8), done while that of `second`, 16 bits, still runs; and the latter.
-
-    `ready` is called before the second starts: it waits for its operand.
-    """
-
-    def run(one, two):
-        plgpu.wgmma(one, *first)
-        if ready is not None:
-            ready()
-        plgpu.wgmma(two, *second)
-        result = between(plgpu.wgmma_accumulator_load(one, wait_n=1))
-        result = lax.optimization_barrier(result)
-        return result, plgpu.wgmma_accumulator_load(two, wait_n=0)
-
-    return pl.run_scoped(run, ACC(shape, jnp.int32), ACC(shape, jnp.float32))
-
-
-def add_product(total, a, b):
-    """total + a b, all of it on the tensor cores, waited for."""
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(ACC.init(total))
-
-
-def add_two_products(totals, first, second):
-    """totals with a b of `first` and of what `second` returns, which is called while the first runs."""
-
-    def run(refs):
-        plgpu.wgmma(refs[0], *first)
-        plgpu.wgmma(refs[1], *second())
-
-    return pl.run_state(run)(tuple(ACC.init(total) for total in totals))
-
-
-def turned(ref):
-    """The transpose of a matrix buffer: tensor cores read INT8 right operands in no other order."""
-    return ref.transpose((1, 0))
-
-
-def _instruction(kind, values, code, constraints) -> ir.Value:
-    """Inline PTX that computes a value of others."""
-    result = llvm.inline_asm(kind, values, code, constraints, has_side_effects=False)
-    assert isinstance(result, ir.Value)
-    return result
-
-
-def round_to_int8(x):
-    """The nearest integers as a left operand of INT8 products, swizzled (steps.swizzle16): none leaves its thread."""
-    rows, columns = x.shape
-    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.int8, layout=plgpu.Layout.WGMMA_8BIT)
-    convert = " ".join(f"cvt.rni.s32.f32 r{i}, ${i + 1};" for i in range(4))
-    pack = "cvt.pack.sat.s8.s32.b32 t, r3, r2, 0; cvt.pack.sat.s8.s32.b32 $0, r1, r0, t;"
-    code = f"{{ .reg .s32 r<4>, t; {convert} {pack} }}"
-
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=kind)
-    def pack_quads(_, x):
-        i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        pairs = x.registers.reshape(rows // GROUP, columns // 8, 2)
-        quads = np.empty((rows // GROUP, columns // 16, 2), dtype=object)
-        for a, b, c in np.ndindex(quads.shape):
-            both = pairs[a, 2 * b, c], pairs[a, 2 * b + 1, c]
-            values = [vector.extract(pair, [], [i]) for pair in both for i in range(2)]
-            word = _instruction(i32, values, code, "=r,f,f,f,f")
-            quads[a, b, c] = llvm.bitcast(ir.VectorType.get((4,), i8), word)
-        layout = mgpu.WGMMA_LAYOUT_8BIT
-        registers = quads.reshape(layout.registers_shape((rows, columns)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
-
-    return pack_quads(x)  # pyright: ignore[reportCallIssue]
-
-
-def round_to_int16(x):
-    """The nearest integers, ties to even."""
-    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.int16, layout=TILE)
-    code = "{ .reg .s32 a, b; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.pack.sat.s16.s32 $0, b, a; }"
-
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=kind)
-    def pack_pairs(_, x):
-        i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
-        registers = np.empty_like(x.registers)
-        for index in np.ndindex(registers.shape):
-            values = [vector.extract(x.registers[index], [], [i]) for i in range(2)]
-            word = _instruction(i32, values, code, "=r,f,f")
-            registers[index] = llvm.bitcast(ir.VectorType.get((2,), i16), word)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
-
-    return pack_pairs(x)  # pyright: ignore[reportCallIssue]
-
-
-def row_numbers():
-    """0 to GROUP - 1, in the layout of a tile's rows."""
-    return plgpu.broadcasted_iota(jnp.int32, (GROUP,), 0, layout=ROWS)
-
-
-def quantize_row(x):
-    """A tile of P or dS as int8, and the scale of its rows."""
-    top = jnp.maximum(jnp.abs(x).max(axis=1), steps.TINIEST)
-    return round_to_int8(x * across(steps.INT8_MAX / top, x.shape)), top * (1 / steps.INT8_MAX)
-
-
-def hide(x, limit, hidden, *, before=False):
-    """x, but `hidden` in the columns past each row's `limit` int32 [rows], or with `before` in those before it.
-
-    Columns are compared as constants with the limit less the thread's own offset. A mask of their numbers would be
-    hoisted out of the loop, a register a column, and spill.
-    """
-    columns = x.shape[1]
-
-    @plgpu.inline_mgpu(arg_types=(TILE, ROWS), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE))
-    def select(_, x, limit):
-        i32 = ir.IntegerType.get_signless(32)
-
-        def constant(value):
-            return arith.constant(i32, ir.IntegerAttr.get(i32, value))
-
-        lane = arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
-        limits = [arith.subi(_scalar(register), lane) for register in limit.registers.flat]
-        other = arith.constant(x.mlir_dtype, ir.FloatAttr.get(x.mlir_dtype, hidden))
-        registers = x.registers.reshape(columns // 8, 2).copy()
-        for tile, half in np.ndindex(registers.shape):
-            register = registers[tile, half]
-            for i in range(2):
-                order = arith.CmpIPredicate.sge if before else arith.CmpIPredicate.sle
-                counts = arith.cmpi(order, constant(8 * tile + i), limits[half])
-                value = arith.select(counts, vector.extract(register, [], [i]), other)
-                register = vector.insert(value, register, [], [i])
-            registers[tile, half] = register
-        return mgpu.FragmentedArray(_registers=registers.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
-
-    return select(x, limit)  # pyright: ignore[reportCallIssue]
-
-
-def _scalar(register):
-    """The one element of a register."""
-    return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
+def tile_in(name, ref, batch, head, time):
+    """Where these tokens of an operand lie: what is turned and what is INT8 has its heads before its time."""
+    if name.endswith("turned"):
+        return ref.at[batch, head, :, time]
+    return ref.at[batch, head, time] if name in ("q", "k") else ref.at[batch, time, head]
 
 
 def fetch(source, target, barrier):
@@ -217,15 +53,69 @@ def fetch(source, target, barrier):
     plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
-def store(buffer, target, x):
-    """Write an array to `buffer`, and copy that to memory."""
+def write(buffer, x):
+    """Write an array to a buffer that tensor cores, copies or other groups read next."""
     buffer[:, :] = x.astype(buffer.dtype)
     plgpu.commit_smem()
+
+
+def store(buffer, target, x):
+    """Write an array to `buffer`, and copy that to memory."""
+    write(buffer, x)
     plgpu.copy_smem_to_gmem(buffer, target)
     plgpu.wait_smem_to_gmem(0)
 
 
+def turns(*shape):
+    """Counters in memory that all blocks of the launch share, 0 at its start, for `add_in_turn`."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+
+
+def add_in_turn(buffer, target, turn, earlier, release):
+    """Add a buffer to memory after `earlier` other blocks have, as `turn` counts; the first writes.
+
+    Float32 sums depend on their order: this one does not change from run to run. `release` is called as soon as the
+    buffer may be written again.
+    """
+
+    @pl.when(earlier == 0)
+    def _():
+        plgpu.copy_smem_to_gmem(buffer, target)
+
+    @pl.when(earlier > 0)
+    def _():
+        plgpu.semaphore_wait(turn, earlier, decrement=False, memory_scope="gpu")
+        plgpu.copy_smem_to_gmem(buffer, target, reduction_op="add")
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    release()
+    plgpu.wait_smem_to_gmem(0)
+    plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
+
+
+def in_warps(*works):
+    """Run each of up to four functions in a warp of its own of this group: one does not wait for another's copies."""
+
+    @plgpu.warp_map
+    def _(warp):
+        for i, work in enumerate(works):
+            pl.when(warp == i)(work)
+
+
 wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
+
+
+def each(count, work):
+    """work(step) for each step, for what it does to buffers."""
+    pl.loop(jnp.int32(0), count)(work)
+
+
+def wait_for_buffer(free, step, count):
+    """Wait until one of `count` buffers that are written in turn is free; at first all are."""
+
+    @pl.when(step >= count)
+    def _():
+        wait(free)
 
 
 def slot_of(step, layout: Groups):
@@ -253,25 +143,44 @@ def stream(count, layout: Groups, *loads):
             load(step, slot)
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a block's work: run(group, *refs) by `groups` warp groups of threads with that many registers."""
+
+    groups: int
+    registers: int
+    run: Callable
+
+
 def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Groups):
-    """Run compute(group, refs) in each computing warp group and copy(refs) in the copying one, for each program.
+    """Run compute(group, *refs) in each computing warp group and copy(*refs) in the copying one, for each program.
 
     `grid` are the counts of (batch, heads, tiles), the last of which moves fastest: neighbours share what they read of
     one head. The refs are `inputs`, outputs and `scratch`.
     """
+    parts = (
+        Part(layout.groups, REGISTERS[layout.groups], compute),
+        Part(1, COPY_REGISTERS, lambda _, *refs: copy(*refs)),
+    )
+    return call_parts(parts, name, grid, inputs, out_shapes, scratch)
+
+
+def call_parts(parts, name, grid, inputs, out_shapes, scratch):
+    """As `call`, for another division of the work. Only the first part may be of several groups."""
+    groups = sum(part.groups for part in parts)
+    launched = registers_at_launch(groups)
 
     def kernel(*refs):
-        group = lax.axis_index("group")
+        group, first = lax.axis_index("group"), 0
+        for part in parts:
 
-        @pl.when(group < layout.groups)
-        def _():
-            plgpu.set_max_registers(REGISTERS[layout.groups], action="increase")
-            compute(group, *refs)
+            @pl.when(group == first if first else group < part.groups)
+            def _(part=part):
+                action = "increase" if part.registers > launched else "decrease"
+                plgpu.set_max_registers(part.registers, action=action)
+                part.run(group, *refs)
 
-        @pl.when(group == layout.groups)
-        def _():
-            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-            copy(*refs)
+            first += part.groups
 
     kernel.__name__ = name
     results = plgpu.kernel(
@@ -280,16 +189,21 @@ def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Grou
         scratch_types=scratch,
         grid=grid,
         grid_names=("batch", "head", "tile"),
-        num_threads=layout.groups + 1,
+        num_threads=groups,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # No group reads shared memory that it writes, but for the results at its end, which `store` orders.
+            # No group reads shared memory that it writes, but where `write` orders it.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )(*inputs)
     return vary_over(varying_axes(inputs), results)
+
+
+def registers_at_launch(groups):
+    """What each thread of a block of so many warp groups starts with."""
+    return 65536 // (128 * groups) // 8 * 8
 
 
 def program():

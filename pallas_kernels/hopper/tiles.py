@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.launch import is_interpreted, target_capability
+from pallas_kernels.launch import is_interpreted, target_capability, varying_axes
 
 # Rows that a warp group owns: those of one wgmma instruction.
 GROUP = 64
@@ -29,13 +29,12 @@ class Row:
     """One entry.
 
     Attributes:
-      kernel: "forward", "grad_v", "grad_k", "grad_q", or with the gradients' products in 16 bits "grad_kv_16",
-        "grad_q_16".
+      kernel: "forward", "grad_v", "grad_k", "grad_q", "grad_qkv" for the last three at once, or with the gradients'
+        products in 16 bits "grad_kv_16", "grad_q_16".
       depth: channels of a head, padded.
       groups, stages: see `Groups`.
       milliseconds: of the kernel at B*T = 16384, 2048 channels, T = 8192, bfloat16; the Triton kernel's is in
         pallas_kernels/tiles.py.
-      grouped: whether several query heads share a key head; None where it does not matter.
     """
 
     kernel: str
@@ -44,26 +43,24 @@ class Row:
     groups: int
     stages: int
     milliseconds: float
-    grouped: bool | None = None
 
 
-# H200, 2026-11-29, JAX 0.11.2. Not listed, since the Triton kernels are as fast or faster: forward, grad_v and grad_k
-# at depth 64, and grad_q there if causal. The first row that suits a call is taken.
+# H200, 2026-11-29 and 30, JAX 0.11.2. Not listed, where the Triton kernels are as fast: forward, grad_v and grad_k at
+# depth 64, and grad_q there if causal. The first row that suits a call is taken.
 TABLE = (
     Row("forward", 128, False, 3, 2, 1.454),
-    Row("forward", 128, True, 3, 2, 0.845),
+    Row("forward", 128, True, 3, 2, 0.819),
     Row("grad_v", 128, False, 3, 2, 1.465),
-    Row("grad_v", 128, True, 3, 2, 0.840),
-    # With grouped heads three groups would spill. The times are those of plain heads.
-    Row("grad_k", 128, False, 2, 2, 2.775, grouped=True),
-    Row("grad_k", 128, True, 2, 2, 1.656, grouped=True),
+    Row("grad_v", 128, True, 3, 2, 0.783),
     Row("grad_k", 128, False, 3, 2, 2.682),
-    Row("grad_k", 128, True, 3, 2, 1.604),
+    Row("grad_k", 128, True, 3, 2, 1.514),
     Row("grad_q", 64, False, 4, 2, 3.315),
     Row("grad_q", 128, False, 3, 2, 2.363),
-    Row("grad_q", 128, True, 2, 2, 1.451),
+    Row("grad_q", 128, True, 3, 2, 1.295),
+    Row("grad_qkv", 64, False, 2, 3, 7.608),
+    Row("grad_qkv", 64, True, 2, 2, 4.027),
     Row("grad_kv_16", 64, False, 3, 2, 3.635),
-    Row("grad_kv_16", 64, True, 3, 2, 2.010),
+    Row("grad_kv_16", 64, True, 3, 2, 1.911),
     Row("grad_kv_16", 128, False, 2, 2, 3.033),
     Row("grad_kv_16", 128, True, 2, 2, 1.604),
     Row("grad_q_16", 64, False, 3, 2, 2.919),
@@ -73,14 +70,15 @@ TABLE = (
 )
 # What the two slower axes of a launch can count: batch and heads.
 MOST_PROGRAMS = 65535
-# The INT8 products that a kernel makes beside S, and the span that its buffers and products are made for.
+# The INT8 products that a kernel makes beside S, and the spans that its buffers and products are made for.
 _MADE_FOR = dict(
-    forward=("pv", "pv_span", 128),
-    grad_v=("dv", "dv_span", 128),
-    grad_k=("dk", "dk_span", 64),
-    grad_q=("dq", "dq_span", 64),
-    grad_kv_16=(None, None, None),
-    grad_q_16=(None, "dq_span", 64),
+    forward=(("pv",), dict(pv_span=128)),
+    grad_v=(("dv",), dict(dv_span=128)),
+    grad_k=(("dk",), dict(dk_span=64)),
+    grad_q=(("dq",), dict(dq_span=64)),
+    grad_qkv=(("dv", "dk", "dq"), dict(dv_span=64, dk_span=64, dq_span=64)),
+    grad_kv_16=((), {}),
+    grad_q_16=((), dict(dq_span=64)),
 )
 
 
@@ -95,24 +93,26 @@ def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
     `visibility` are the call's masks, `dtype` what it was called in, which operands may no longer be in, and `tensors`
     inputs of it [B, time, N, H].
     """
-    config, depth, heads = spec.config, tensors[0].shape[-1], {x.shape[2] for x in tensors}
-    product, name, span = _MADE_FOR[kernel]
+    config, depth = spec.config, tensors[0].shape[-1]
+    products, spans = _MADE_FOR[kernel]
     suits = (
         available()
         and visibility is None
         and all(max(x.shape[0], x.shape[2]) <= MOST_PROGRAMS for x in tensors)
         and dtype == jnp.bfloat16
         and spec.uses_int8("qk")
-        and (product is None or spec.uses_int8(product))
+        and not spec.keeps_16_bits(*products)
         and config.key_scale == "block"
         and config.value_scale == "channel"
         and config.grad_scale == "row"
-        and (name is None or getattr(config, name) == span)
+        and all(getattr(config, name) == span for name, span in spans.items())
+        # One kernel for all makes dS from P times dO's scale: where dO = 0, it would lose dS of the log-sum-exp's. In a
+        # shard_map that checks what varies, JAX gives a kernel no warps of their own (plgpu.warp_map).
+        and not (kernel == "grad_qkv" and (spec.differentiates_lse or varying_axes(tensors)))
         # A scale of K must hold for all keys that a group owns.
         and config.block_k >= GROUP
     )
     for row in TABLE if suits else ():
-        same = row.kernel == kernel and row.depth == depth and row.is_causal == spec.is_causal
-        if same and row.grouped in (None, len(heads) > 1):
+        if row.kernel == kernel and row.depth == depth and row.is_causal == spec.is_causal:
             return Groups(groups=row.groups, stages=row.stages)
     return None

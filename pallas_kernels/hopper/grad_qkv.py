@@ -1,0 +1,278 @@
+"""The kernel of dQ, dK and dV at once on Hopper, all three of INT8 products: a tile's P and dP are made once.
+
+A block owns 128 keys. Two warp groups make P^T and dS^T of 64 keys each, and add to their dK and dV; a third rounds dS
+by query and makes the block's part of dQ, which the last adds to memory, block after block in an order that is fixed.
+May be changed: how a tile is computed, and that order, if it stays one. Must stay: a key's rows of P and of dS are
+rounded over SPAN queries, a query's row of dS over GROUP keys.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import steps
+from pallas_kernels.hopper import arrays, launch
+from pallas_kernels.hopper.arrays import COLUMNS, across, down, filled, turned
+from pallas_kernels.hopper.launch import fetch, matrix
+from pallas_kernels.hopper.tiles import GROUP, Groups
+
+# Queries of a tile, and the groups that own keys.
+SPAN, OWNERS = 64, 2
+# Registers of a thread of the owners and of the group that makes dQ. Measured by the compiler: the next pair spills.
+OWNER_REGISTERS, SUM_REGISTERS = 184, 112
+# Tiles of dS, and of dQ, that may wait for the next group.
+WAITING = 2
+STREAMS = ("q", "q_turned", "dout", "dout_turned")
+VECTORS = ("q_scale", "shift", "factor", "delta")
+_HELD = ("k_own", "v_own", "k_turned_own", *STREAMS, "vectors", "ds", "dq", "own", "turned_own", "full", "free")
+_HELD += ("ds_full", "ds_free", "dq_full", "dq_free")
+
+
+def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
+    """dQ [B, T, N, H], dK and dV [B, S, K, H]; `ops` is a `BackwardOperands` (pallas_kernels/attention.py)."""
+    batch, keys, kv_heads, depth = ops.v.shape
+    queries, heads = ops.dout.shape[1:3]
+    # One P serves both sums over queries: its rows hold dO's scale, for dV, so dS takes Q's for dK over dO's.
+    q_scale, factor = _factors(ops.q_scale, ops.dout_scale)
+    inputs = dict(k=ops.k, v=ops.v, k_turned=ops.k_turned, q=ops.q, q_turned=ops.q_turned)
+    inputs |= dict(dout=ops.dout, dout_turned=ops.dout_turned, q_scale=ops.q_scale, shift=ops.shift_dv)
+    inputs |= dict(factor=factor, delta=ops.delta * factor, k_scale=ops.k_scale, poison=ops.poison)
+    sizes = _Sizes(queries // SPAN, keys // (OWNERS * GROUP), heads // kv_heads, spec.is_causal, spec.key_length)
+
+    def part(work):
+        def run(group, *refs):
+            outputs, held = refs[len(inputs) : len(inputs) + 3], refs[len(inputs) + 3 :]
+            work(
+                group,
+                _Block(sizes),
+                dict(zip(inputs, refs, strict=False)),
+                outputs,
+                dict(zip(_HELD, held, strict=True)),
+            )
+
+        return run
+
+    def own_keys(group, *block):
+        _own_keys(group, *block, block_k=spec.config.block_k, depth=depth, layout=layout)
+
+    def sum_keys(_, *block):
+        _sum_keys(*block, block_k=spec.config.block_k, depth=depth)
+
+    def copy(_, *block):
+        _copy(*block, turns=launch.turns(batch, heads, sizes.tiles), layout=layout)
+
+    parts = (
+        launch.Part(OWNERS, OWNER_REGISTERS, part(own_keys)),
+        launch.Part(1, SUM_REGISTERS, part(sum_keys)),
+        launch.Part(1, launch.COPY_REGISTERS, part(copy)),
+    )
+    of_keys = jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)
+    dk, dv, dq = launch.call_parts(
+        parts,
+        "sagebwd_grad_qkv",
+        (batch, kv_heads, sizes.blocks),
+        list(inputs.values()),
+        [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
+        _scratch(depth, ops.dout.dtype, layout.stages),
+    )
+    # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
+    factor = spec.scale / q_scale + (ops.delta * 0 + ops.lse * 0)
+    return (dq * factor.swapaxes(1, 2)[..., None]).astype(out_dtype), dk, dv
+
+
+def _factors(q_scale, dout_scale):
+    """Q's scale, or a head's largest where it is 0, and that over dO's scale, 0 where there is none: both [B, N, T]."""
+    largest = q_scale.max(-1, keepdims=True)
+    # dS of a query that is 0 counts for dQ alone, but lies in rows that are rounded for dK.
+    q_scale = jnp.where(q_scale == 0, jnp.where(largest == 0, 1.0, largest), q_scale)
+    return q_scale, jnp.where(dout_scale < steps.TINIEST, 0.0, q_scale / jnp.maximum(dout_scale, steps.TINIEST))
+
+
+def _scratch(depth, dtype, stages):
+    """The buffers of _HELD, in its order."""
+    ring = launch.barriers
+    return [
+        matrix(GROUP, depth, jnp.int8, OWNERS),
+        matrix(GROUP, depth, dtype, OWNERS),
+        matrix(depth, GROUP, jnp.int8, OWNERS),
+        matrix(SPAN, depth, jnp.int8, stages),
+        matrix(depth, SPAN, jnp.int8, stages),
+        matrix(SPAN, depth, dtype, stages),
+        matrix(depth, SPAN, jnp.int8, stages),
+        launch.vectors(len(VECTORS), SPAN, stages),
+        matrix(GROUP, SPAN, dtype, WAITING, OWNERS),
+        matrix(SPAN, depth, jnp.float32, WAITING),
+        ring(OWNERS, arrivals=2),
+        ring(1, arrivals=OWNERS),
+        ring(stages, arrivals=len(STREAMS) + len(VECTORS)),
+        ring(stages, arrivals=OWNERS),
+        ring(WAITING, arrivals=OWNERS),
+        ring(WAITING),
+        ring(WAITING),
+        ring(WAITING),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Tiles of queries, blocks of keys, query heads a key head, and which scores count."""
+
+    tiles: int
+    blocks: int
+    group: int
+    is_causal: bool
+    key_length: int
+
+
+class _Block:
+    """Where this block of keys is, and the tiles of queries that it goes through."""
+
+    def __init__(self, sizes: _Sizes):
+        self.sizes = sizes
+        self.batch, self.head, block = launch.program()
+        # Causal blocks begin with their first tile of queries, those with the fewest tiles first: none ever has to wait
+        # for its turn on blocks that begin later.
+        self.block = sizes.blocks - 1 - block if sizes.is_causal else block
+        self.first_key = self.block * (OWNERS * GROUP)
+        self.first = jnp.int32(0)
+        if sizes.is_causal:
+            self.first = jnp.minimum(lax.div(self.first_key, jnp.int32(SPAN)), sizes.tiles - 1)
+        self.per_head = jnp.int32(sizes.tiles) - self.first
+        self.steps = self.per_head * sizes.group
+
+    def at(self, step):
+        """(head, tile of queries) of a step."""
+        if self.sizes.group == 1:
+            return self.head, self.first + step
+        g, tile = lax.div(step, self.per_head), lax.rem(step, self.per_head)
+        return self.head * self.sizes.group + g, self.first + tile
+
+    def earlier(self, tile):
+        """How many blocks add to a tile of queries before this one."""
+        if not self.sizes.is_causal:
+            return self.block
+        last = jnp.int32(self.sizes.blocks - 1)
+        seen = jnp.minimum(lax.div((tile + 1) * SPAN - 1, jnp.int32(OWNERS * GROUP)), last)
+        # Blocks past the last query go through the last tile, in which they see nothing.
+        return jnp.where(tile == self.sizes.tiles - 1, last, seen) - self.block
+
+    def hide(self, p, first_key, tile):
+        """P^T of keys from `first_key` on, but 0 where a key does not count or is after the query."""
+        sizes, numbers = self.sizes, arrays.row_numbers() + first_key
+        ragged = sizes.key_length % (OWNERS * GROUP) != 0
+        if not (sizes.is_causal or ragged):
+            return p
+        limit = numbers - tile * SPAN if sizes.is_causal else numbers * 0
+        edge = tile * SPAN < first_key + (GROUP - 1) if sizes.is_causal else False
+        if ragged:
+            limit = jnp.where(numbers < sizes.key_length, limit, SPAN)
+            edge = edge | (first_key + GROUP > sizes.key_length)
+        return arrays.hide_if(edge, p, limit, 0.0, before=True)
+
+
+def _own_keys(group, block, inputs, outputs, held, *, block_k, depth, layout):
+    """dK and dV of a group's keys, and each tile's dS for the group that sums over keys."""
+    first_key = block.first_key + group * GROUP
+    mine, shape = pl.ds(first_key, GROUP), (GROUP, SPAN)
+    b, n = block.batch, block.head
+    fetch(inputs["k"].at[b, n, mine], held["k_own"].at[group], held["own"].at[group])
+    fetch(inputs["v"].at[b, mine, n], held["v_own"].at[group], held["own"].at[group])
+    k_scale = inputs["k_scale"][b, n, lax.div(first_key, jnp.int32(block_k))]
+    launch.wait(held["own"].at[group])
+
+    def body(step, sums):
+        dk, dv = sums
+        slot, waiting = launch.slot_of(step, layout), lax.rem(step, jnp.int32(WAITING))
+        tile = block.at(step)[1]
+        launch.wait(held["full"].at[slot])
+
+        def vector(name):
+            return down(arrays.load_vector(held["vectors"].at[slot, VECTORS.index(name)], COLUMNS), shape)
+
+        def probabilities(s):
+            scale = vector("q_scale") * k_scale
+            return block.hide(jnp.exp2(s.astype(jnp.float32) * scale + vector("shift")), first_key, tile)
+
+        p, dp = arrays.two_products(
+            (held["k_own"].at[group], turned(held["q"].at[slot])),
+            (held["v_own"].at[group], turned(held["dout"].at[slot])),
+            probabilities,
+            shape,
+        )
+        ds = p * (dp * vector("factor") - vector("delta"))
+        launch.wait_for_buffer(held["ds_free"].at[waiting], step, WAITING)
+        launch.write(held["ds"].at[waiting, group], ds)
+        launch.arrive(held["ds_full"].at[waiting])
+        dv = arrays.add_int8_product(dv, *arrays.quantize_row(p), held["dout_turned"].at[slot])
+        dk = arrays.add_int8_product(dk, *arrays.quantize_row(ds), held["q_turned"].at[slot])
+        launch.arrive(held["free"].at[slot])
+        return dk, dv
+
+    dk, dv = lax.fori_loop(jnp.int32(0), block.steps, body, (filled((GROUP, depth), 0.0),) * 2)
+    # NaN if a query of the group is not finite: the maximum of a row loses it.
+    poison = inputs["poison"][b, n, 0]
+    for output, total in ((outputs[0], dk * (1 / steps.LOG2_E)), (outputs[1], dv)):
+        launch.store(held["v_own"].at[group], output.at[b, mine, n], total + poison)
+
+
+def _sum_keys(block, inputs, _, held, *, block_k, depth):
+    """dQ of each tile of queries over the block's keys, a scale of dS per group of keys."""
+    b, n = block.batch, block.head
+    own, scales = held["turned_own"].at[0], []
+    for group in range(OWNERS):
+        first_key = block.first_key + group * GROUP
+        keys = pl.ds(first_key, GROUP)
+        fetch(inputs["k_turned"].at[b, n, :, keys], held["k_turned_own"].at[group], own)
+        scales.append(inputs["k_scale"][b, n, lax.div(first_key, jnp.int32(block_k))])
+    launch.wait(own)
+
+    def body(step):
+        waiting = lax.rem(step, jnp.int32(WAITING))
+        launch.wait(held["ds_full"].at[waiting])
+        dq = None
+        for group in range(OWNERS):
+            ds_int8, ds_scale = arrays.quantize_row(arrays.load_turned(held["ds"].at[waiting, group]))
+            if group == OWNERS - 1:
+                launch.arrive(held["ds_free"].at[waiting])
+            right = turned(held["k_turned_own"].at[group])
+            product = arrays.product(ds_int8, right, (SPAN, depth)).astype(jnp.float32)
+            product = product * across(ds_scale * scales[group], product.shape)
+            dq = product if dq is None else dq + product
+        launch.wait_for_buffer(held["dq_free"].at[waiting], step, WAITING)
+        launch.write(held["dq"].at[waiting], dq)
+        launch.arrive(held["dq_full"].at[waiting])
+
+    launch.each(block.steps, body)
+
+
+def _copy(block, inputs, outputs, held, *, turns, layout):
+    """Fetch tiles of queries ahead of the owners, and beside that add each tile of dQ to memory."""
+
+    def load(step, slot):
+        head, tile = block.at(step)
+        queries, full = pl.ds(tile * SPAN, SPAN), held["full"].at[slot]
+        for name in STREAMS:
+            source = launch.tile_in(name, inputs[name], block.batch, head, queries)
+            fetch(source, held[name].at[slot], full)
+        for i, name in enumerate(VECTORS):
+            fetch(inputs[name].at[block.batch, head, queries], held["vectors"].at[slot, i], full)
+
+    def add(step):
+        head, tile = block.at(step)
+        waiting = lax.rem(step, jnp.int32(WAITING))
+        launch.wait(held["dq_full"].at[waiting])
+        launch.add_in_turn(
+            held["dq"].at[waiting],
+            outputs[2].at[block.batch, pl.ds(tile * SPAN, SPAN), head],
+            turns.at[block.batch, head, tile],
+            block.earlier(tile),
+            lambda: launch.arrive(held["dq_free"].at[waiting]),
+        )
+
+    launch.in_warps(
+        lambda: launch.stream(block.steps, layout, (load, held["free"])),
+        lambda: launch.each(block.steps, add),
+    )
