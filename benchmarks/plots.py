@@ -41,8 +41,9 @@ def plot_speed(rows: list[dict], folder: Path) -> list[Path]:
             handles |= dict(zip(labels, bars, strict=True))
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
         first = next(row for row in rows if row["depth"] == depth)
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
         figure.suptitle(
-            f"Attention on {first['device']}, head dim {depth}, bfloat16, quantisation included ({first['commit']})"
+            f"Attention on {first['device']}, head dim {depth}, bfloat16, quantisation included ({commits})"
         )
         paths.append(folder / f"speed_{device_slug(first['device'])}_d{depth}.png")
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,22 +40,29 @@ def single_kernels(function: Callable, shapes) -> dict[str, tuple[Callable, list
 
 
 def split_at_kernels(function: Callable, shapes) -> tuple[Callable, Callable]:
-    """(prepare, run): what makes the operands of `function`'s attention kernels, and those kernels alone.
+    """(prepare, run): what makes the operands of `function`'s attention kernels; those, and what is made of theirs.
 
-    The kernels must not need each other's results, and the function's results must be theirs.
+    The kernels must not need each other's results, and the function's results must come from theirs.
     """
     traced, result_shapes = jax.make_jaxpr(function, return_shape=True)(*shapes)
     jaxpr = traced.jaxpr
-    launches = [eqn for eqn in jaxpr.eqns if _is_attention_kernel(eqn)]
-    made_by_kernels = {v for eqn in launches for v in eqn.outvars}
-    operands = list(dict.fromkeys(v for eqn in launches for v in _variables(eqn)))
-    if not launches or made_by_kernels.intersection(operands) or not made_by_kernels.issuperset(jaxpr.outvars):
-        raise ValueError(f"{function.__name__} is not a set of independent kernels whose results it returns")
-    before = [e for e in jaxpr.eqns if not _is_attention_kernel(e) and made_by_kernels.isdisjoint(_variables(e))]
-    make_operands = core.jaxpr_as_fun(
-        _part(jaxpr, before, jaxpr.invars, operands, constants=dict(zip(jaxpr.constvars, traced.consts, strict=True)))
-    )
-    launch = core.jaxpr_as_fun(_part(jaxpr, launches, operands, jaxpr.outvars))
+    before, launches, after, made = [], [], [], set()
+    for eqn in jaxpr.eqns:
+        reads = not made.isdisjoint(_variables(eqn))
+        is_launch = _is_attention_kernel(eqn)
+        if is_launch and reads:
+            raise ValueError(f"{function.__name__} is not a set of independent kernels: {kernel_name(eqn)} is not")
+        if is_launch or reads:
+            (launches if is_launch else after).append(eqn)
+            made.update(eqn.outvars)
+        else:
+            before.append(eqn)
+    if not launches or not made.issuperset(jaxpr.outvars):
+        raise ValueError(f"{function.__name__} does not return results of kernels")
+    operands = [v for v in dict.fromkeys(v for eqn in launches + after for v in _variables(eqn)) if v not in made]
+    constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+    make_operands = core.jaxpr_as_fun(_part(jaxpr, before, jaxpr.invars, operands, constants))
+    launch = core.jaxpr_as_fun(_part(jaxpr, launches + after, operands, jaxpr.outvars))
 
     def prepare(*inputs):
         return tuple(make_operands(*jax.tree.leaves(inputs)))
