@@ -83,7 +83,7 @@ HOPPER = (
     _row("grad_q_16", 128, False, 128, 64, 8, 3, 2.96),
     _row("grad_q_16", 128, True, 128, 64, 8, 3, 1.68),
 )
-# Not timed: chosen with benchmarks.kernel_report on 2026-11-29 and 30 for A100, RTX 4090 and RTX 5090, which have no wgmma: no
+# Not timed: chosen with benchmarks.kernel_report by 2026-11-30 for A100, RTX 4090 and RTX 5090, which have no wgmma: no
 # spills, within 101376 bytes of shared memory, and of those the fewest instructions a score.
 WITHOUT_WGMMA = (
     _row("forward", 64, None, 64, 128, 4, 2),

@@ -4,10 +4,12 @@ import dataclasses
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import make_inputs
 
 from benchmarks import (
     accuracy,
@@ -22,9 +24,12 @@ from benchmarks import (
     speed,
     tables,
     timing,
+    traces,
     tune,
 )
+from pallas_kernels import attention as kernels
 from pallas_kernels import launch, tiles
+from sagebwd_jax import SageConfig
 from sagebwd_jax.reference import exact_attention_and_grads
 
 ROW_KEYS = {
@@ -291,3 +296,24 @@ def test_kept_bytes_of_a_product_by_hand():
     x = jax.ShapeDtypeStruct((3, 5), jnp.bfloat16)
     assert costs.kept_bytes(lambda a, b: a * b, [x, x]) == 2 * 2 * 15
     assert costs.kept_bytes(lambda a, b: a * a * b, [x, x]) >= 2 * 2 * 15
+
+
+def test_what_follows_the_kernels_is_timed_with_them():
+    inputs = make_inputs(128, 128, batch=1, heads=2, kv_heads=2, depth=64)
+    [case] = cases.make_cases((128,), (64,), (False,), tokens=128, channels=128)
+    spec = methods.call_spec(case, SageConfig())
+
+    with launch.interpreted():
+        residuals = kernels.forward(*inputs[:3], spec=spec, keep=True)[2]
+
+        def doubled(residuals, dout):
+            return tuple(2 * x for x in kernels.backward(residuals, dout, None, spec=spec))
+
+        prepare, run = traces.split_at_kernels(doubled, (residuals, inputs[3]))
+        chex.assert_trees_all_close(run(*prepare(residuals, inputs[3])), doubled(residuals, inputs[3]))
+
+        def both(query, key, value, dout):
+            return kernels.backward(kernels.forward(query, key, value, spec=spec, keep=True)[2], dout, None, spec=spec)
+
+        with pytest.raises(ValueError, match="not a set of independent kernels: grad_v is not"):
+            traces.split_at_kernels(both, inputs)
