@@ -7,15 +7,18 @@ stand beside this file.
 import contextlib
 import contextvars
 import dataclasses
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 _interpreted = contextvars.ContextVar("interpreted", default=False)
+_mapped: contextvars.ContextVar[int] = contextvars.ContextVar("mapped", default=1)
 _capability: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar("capability", default=None)
 
 
@@ -63,7 +66,58 @@ def keep_target(function):
     """`function`, to be traced later for what kernels are traced for now."""
     context = contextvars.copy_context()
     context.run(_capability.set, target_capability())
-    return lambda *args: context.copy().run(function, *args)
+
+    def run(*args):
+        now = context.copy()
+        now.run(_mapped.set, _mapped.get())
+        return now.run(function, *args)
+
+    return run
+
+
+def under_vmap(function, size):
+    """`function`, of which `size` calls are made one when its kernels are traced, in the shapes of one."""
+
+    def run(*args):
+        token = _mapped.set(_mapped.get() * size)
+        try:
+            return function(*args)
+        finally:
+            _mapped.reset(token)
+
+    return run
+
+
+def mapped() -> int:
+    """How many calls `jax.vmap` makes one of where kernels are being traced."""
+    return _mapped.get()
+
+
+def mappable(function):
+    """`function`, which launches kernels, and by which rule vmap maps it: so that they know how many calls they are."""
+    call = custom_vmap(function)
+
+    @call.def_vmap
+    def _(axis_size, in_batched, *operands):
+        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched))
+        out = mappable(jax.vmap(under_vmap(function, axis_size), in_axes))(*operands)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+def _check_offsets(name, shape):
+    """Refuse an INT8 tensor whose offsets Pallas computes wrongly.
+
+    It takes 64-bit offsets from 2^32 bytes on. Below, an element of one byte can lie further than a signed 32-bit
+    offset reaches, which then is negative (seen in PTX as cvt.s64.s32).
+    """
+    if 2**31 < math.prod(shape) * mapped() <= 2**32:
+        times = f", {mapped()} times under vmap" if mapped() > 1 else ""
+        raise NotImplementedError(
+            f"{name} has an INT8 tensor of shape {shape}{times}: accepted are up to 2^31 elements, or more than 2^32;"
+            " split the batch or the heads"
+        )
 
 
 def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_warps, num_stages):
@@ -72,13 +126,8 @@ def call(kernel, name, grid, inputs, in_specs, out_shapes, out_specs, *, num_war
     Pallas folds axes of more than 65535 programs into the first.
     """
     for x in [*inputs, *jax.tree.leaves(out_shapes)]:
-        # Pallas takes 64-bit offsets from 2^32 bytes on. Below, an element of one byte can lie further than a signed
-        # 32-bit offset reaches, which then is negative (seen in PTX as cvt.s64.s32).
-        if x.dtype.itemsize == 1 and 2**31 < x.size <= 2**32:
-            raise NotImplementedError(
-                f"{name} has an INT8 tensor of shape {x.shape}: accepted are up to 2^31 elements, or more than 2^32;"
-                " split the batch or the heads"
-            )
+        if x.dtype.itemsize == 1:
+            _check_offsets(name, x.shape)
     # The kernel's function name is what a profiler shows.
     kernel.__name__ = name
     # In a `shard_map` that checks types, a result varies over the mesh axes that an input varies over.

@@ -75,7 +75,7 @@ def partitioned(function: Callable, name: str) -> Callable:
     def run(*operands):
         mesh = _mesh(operands)
         if max(jax.device_count(), mesh.size) == 1 or AxisType.Manual in mesh.axis_types:
-            return function(*operands)
+            return launch.mappable(function)(*operands)
         axes = _axes(operands, _AXES[name][0])
         return _partition(launch.keep_target(function), axes, _AXES[name][1], operands)
 
@@ -266,7 +266,7 @@ def _partition(function, axes, declared, operands, mapped=()):
 
     `mapped` names the axes that vmap has put in front of some operands and of all results.
     """
-    function = jax.jit(function)
+    untraced, function = function, jax.jit(function)
     results = jax.eval_shape(function, *operands)
     result_axes = [[*mapped, *names] for names in _axes(results, declared, len(mapped))]
     sizes = _sizes([*axes, *result_axes], (operands, results))
@@ -298,12 +298,14 @@ def _partition(function, axes, declared, operands, mapped=()):
 
     @call.def_vmap
     def _(axis_size, in_batched, *operands):
-        del axis_size
         name = f"{_MAPPED}{len(mapped)}"
         batched = jax.tree.leaves(in_batched)
         inner = [[name] * is_batched + names for names, is_batched in zip(axes, batched, strict=True)]
         in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched))
-        out = _partition(jax.vmap(function, in_axes), inner, declared, operands, (name, *mapped))
+        # Not what has been traced: kernels are chosen anew, knowing how many calls they are.
+        out = _partition(
+            jax.vmap(launch.under_vmap(untraced, axis_size), in_axes), inner, declared, operands, (name, *mapped)
+        )
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*operands)

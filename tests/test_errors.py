@@ -1,6 +1,7 @@
 """What is refused, when it is traced, and that the message names the argument, what it got and what is accepted."""
 
 import contextlib
+import functools
 import inspect
 import subprocess
 import sys
@@ -237,6 +238,15 @@ class TestTarget:
             assert launch.is_interpreted()
             jax.eval_shape(lambda: attention(**make(), implementation="triton"))
         assert not launch.is_interpreted()
+
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_and_under_vmap(self, nested):
+        shape = (2, 2, 2**18, 17, 128) if nested else (4, 2**18, 17, 128)
+        call = functools.partial(attention, implementation="triton")
+        for _ in range(len(shape) - 3):
+            call = jax.vmap(call)
+        with launch.interpreted(), pytest.raises(NotImplementedError, match=r"INT8 tensor.* 4 times under vmap.*2\^31"):
+            jax.eval_shape(lambda x: call(x, x, x), jax.ShapeDtypeStruct(shape, jnp.bfloat16))
 
     @pytest.mark.parametrize(("length", "refused"), [(2**20, True), (2**19, False), (2**21, False)])
     def test_tensors_whose_offsets_pallas_gets_wrong(self, length, refused):

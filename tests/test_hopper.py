@@ -89,6 +89,14 @@ class TestWhichCalls:
         assert [x.dtype for x in jax.eval_shape(run, *inputs)] == [jnp.float32] * 3
         assert "mpmd_map" not in str(jax.make_jaxpr(run)(*inputs))
 
+    @pytest.mark.skipif(jax.__version_info__ < tiles.MIN_JAX, reason="the kernels are traced")
+    @pytest.mark.parametrize(("calls", "kernels"), [(2, True), (70, False)])
+    def test_more_programs_than_an_axis_holds_under_vmap_are_not(self, hopper, calls, kernels):
+        run = jax.vmap(functools.partial(attention, implementation="triton"))
+        inputs = [jax.ShapeDtypeStruct((calls, 1000, 128, 1, 128), jnp.bfloat16)] * 3
+        text = str(jax.make_jaxpr(run)(*inputs))
+        assert ("mpmd_map" in text) == kernels
+
     def test_other_depths_are_not(self, hopper):
         assert find("forward", call_spec(), like(depth=32)) is None
 

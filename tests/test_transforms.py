@@ -386,7 +386,7 @@ class TestCompilation:
         with using("triton-interpreted"):
             text = str(jax.make_jaxpr(jax.grad(loss_of("triton-interpreted", dout)))(*inputs))
         assert "pallas_call" in text
-        for name in ("custom_partitioning", "custom_vmap", "shard_map", "pcast", "reshard"):
+        for name in ("custom_partitioning", "shard_map", "pcast", "reshard"):
             assert name not in text
 
     def test_prints_nothing(self, capfd):

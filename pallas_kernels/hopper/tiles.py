@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.launch import is_interpreted, target_capability, varying_axes
+from pallas_kernels.launch import is_interpreted, mapped, target_capability, varying_axes
 
 # Rows that a warp group owns: those of one wgmma instruction.
 GROUP = 64
@@ -98,7 +98,8 @@ def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
     suits = (
         available()
         and visibility is None
-        and all(max(x.shape[0], x.shape[2]) <= MOST_PROGRAMS for x in tensors)
+        # vmap's programs are added to those of the batch.
+        and all(max(x.shape[0] * mapped(), x.shape[2]) <= MOST_PROGRAMS for x in tensors)
         and dtype == jnp.bfloat16
         and spec.uses_int8("qk")
         and not spec.keeps_16_bits(*products)
