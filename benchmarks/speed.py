@@ -194,12 +194,13 @@ def main(arguments=None):
 
     path = options.output / f"speed_{'dry_run' if options.dry_run else records.device_slug(device.device_kind)}.json"
     results = Results(path, cases.make_provenance(device.device_kind, options.commit))
+    backends = [name for name in BACKENDS if wants(name)]
+    # First: a run that is cut short then has what the others are compared with.
+    if backends and not options.dry_run and not options.no_torch:
+        measure_torch(chosen, backends, results)
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():
         for case in chosen:
             measure_case(case, [m for m in methods if wants(m.name)], results, **extra)
-    backends = [name for name in BACKENDS if wants(name)]
-    if backends and not options.dry_run and not options.no_torch:
-        measure_torch(chosen, backends, results)
     print_table(results.rows)
     print(f"\n{len(results.rows)} rows in {path}")
     if options.plots:
