@@ -7,6 +7,7 @@ rounded over SPAN queries, a query's row of dS over GROUP keys.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,65 +19,49 @@ from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import COLUMNS, across, down, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix
 from pallas_kernels.hopper.tiles import GROUP, Groups
+from sagebwd_jax._config import CallSpec
 
 # Queries of a tile, and the groups that own keys.
 SPAN, OWNERS = 64, 2
-# Registers of a thread of the owners and of the group that makes dQ. Measured by the compiler: the next pair spills.
+# Registers of a thread of the owners and of the group that makes dQ. With these nothing spills.
 OWNER_REGISTERS, SUM_REGISTERS = 184, 112
 # Tiles of dS, and of dQ, that may wait for the next group.
 WAITING = 2
 STREAMS = ("q", "q_turned", "dout", "dout_turned")
 VECTORS = ("q_scale", "shift", "factor", "delta")
-_HELD = ("k_own", "v_own", "k_turned_own", *STREAMS, "vectors", "ds", "dq", "own", "turned_own", "full", "free")
-_HELD += ("ds_full", "ds_free", "dq_full", "dq_free")
 
 
 def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     """dQ [B, T, N, H], dK and dV [B, S, K, H]; `ops` is a `BackwardOperands` (pallas_kernels/attention.py)."""
     batch, keys, kv_heads, depth = ops.v.shape
     queries, heads = ops.dout.shape[1:3]
+    blocks = keys // (OWNERS * GROUP)
     # One P serves both sums over queries: its rows hold dO's scale, for dV, so dS takes Q's for dK over dO's.
     q_scale, factor = _factors(ops.q_scale, ops.dout_scale)
     inputs = dict(k=ops.k, v=ops.v, k_turned=ops.k_turned, q=ops.q, q_turned=ops.q_turned)
     inputs |= dict(dout=ops.dout, dout_turned=ops.dout_turned, q_scale=ops.q_scale, shift=ops.shift_dv)
     inputs |= dict(factor=factor, delta=ops.delta * factor, k_scale=ops.k_scale, poison=ops.poison)
-    sizes = _Sizes(queries // SPAN, keys // (OWNERS * GROUP), heads // kv_heads, spec.is_causal, spec.key_length)
+    scratch = _scratch(depth, ops.dout.dtype, layout.stages)
+    sizes = _Sizes(queries // SPAN, blocks, heads // kv_heads, layout, spec)
 
-    def part(work):
-        def run(group, *refs):
-            outputs, held = refs[len(inputs) : len(inputs) + 3], refs[len(inputs) + 3 :]
-            work(
-                group,
-                _Block(sizes),
-                dict(zip(inputs, refs, strict=False)),
-                outputs,
-                dict(zip(_HELD, held, strict=True)),
-            )
-
-        return run
-
-    def own_keys(group, *block):
-        _own_keys(group, *block, block_k=spec.config.block_k, depth=depth, layout=layout)
-
-    def sum_keys(_, *block):
-        _sum_keys(*block, block_k=spec.config.block_k, depth=depth)
-
-    def copy(_, *block):
-        _copy(*block, turns=launch.turns(batch, heads, sizes.tiles), layout=layout)
+    def run(work, group, *refs):
+        outputs, held = refs[len(inputs) : len(inputs) + 3], refs[len(inputs) + 3 :]
+        named = dict(zip(inputs, refs, strict=False)), outputs, dict(zip(scratch, held, strict=True))
+        work(_Block(sizes), group, *named)
 
     parts = (
-        launch.Part(OWNERS, OWNER_REGISTERS, part(own_keys)),
-        launch.Part(1, SUM_REGISTERS, part(sum_keys)),
-        launch.Part(1, launch.COPY_REGISTERS, part(copy)),
+        launch.Part(OWNERS, OWNER_REGISTERS, functools.partial(run, _own_keys)),
+        launch.Part(1, SUM_REGISTERS, functools.partial(run, _sum_keys)),
+        launch.Part(1, launch.COPY_REGISTERS, functools.partial(run, _copy)),
     )
     of_keys = jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)
     dk, dv, dq = launch.call_parts(
         parts,
         "sagebwd_grad_qkv",
-        (batch, kv_heads, sizes.blocks),
+        (batch, kv_heads, blocks),
         list(inputs.values()),
         [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
-        _scratch(depth, ops.dout.dtype, layout.stages),
+        list(scratch.values()),
     )
     # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
     factor = spec.scale / q_scale + (ops.delta * 0 + ops.lse * 0)
@@ -92,39 +77,39 @@ def _factors(q_scale, dout_scale):
 
 
 def _scratch(depth, dtype, stages):
-    """The buffers of _HELD, in its order."""
+    """Buffers and barriers of a block, by name."""
     ring = launch.barriers
-    return [
-        matrix(GROUP, depth, jnp.int8, OWNERS),
-        matrix(GROUP, depth, dtype, OWNERS),
-        matrix(depth, GROUP, jnp.int8, OWNERS),
-        matrix(SPAN, depth, jnp.int8, stages),
-        matrix(depth, SPAN, jnp.int8, stages),
-        matrix(SPAN, depth, dtype, stages),
-        matrix(depth, SPAN, jnp.int8, stages),
-        launch.vectors(len(VECTORS), SPAN, stages),
-        matrix(GROUP, SPAN, dtype, WAITING, OWNERS),
-        matrix(SPAN, depth, jnp.float32, WAITING),
-        ring(OWNERS, arrivals=2),
-        ring(1, arrivals=OWNERS),
-        ring(stages, arrivals=len(STREAMS) + len(VECTORS)),
-        ring(stages, arrivals=OWNERS),
-        ring(WAITING, arrivals=OWNERS),
-        ring(WAITING),
-        ring(WAITING),
-        ring(WAITING),
-    ]
+    return dict(
+        k_own=matrix(GROUP, depth, jnp.int8, OWNERS),
+        v_own=matrix(GROUP, depth, dtype, OWNERS),
+        k_turned_own=matrix(depth, GROUP, jnp.int8, OWNERS),
+        q=matrix(SPAN, depth, jnp.int8, stages),
+        q_turned=matrix(depth, SPAN, jnp.int8, stages),
+        dout=matrix(SPAN, depth, dtype, stages),
+        dout_turned=matrix(depth, SPAN, jnp.int8, stages),
+        vectors=launch.vectors(len(VECTORS), SPAN, stages),
+        ds=matrix(GROUP, SPAN, dtype, WAITING, OWNERS),
+        dq=matrix(SPAN, depth, jnp.float32, WAITING),
+        own=ring(OWNERS, arrivals=2),
+        turned_own=ring(1, arrivals=OWNERS),
+        full=ring(stages, arrivals=len(STREAMS) + len(VECTORS)),
+        free=ring(stages, arrivals=OWNERS),
+        ds_full=ring(WAITING, arrivals=OWNERS),
+        ds_free=ring(WAITING),
+        dq_full=ring(WAITING),
+        dq_free=ring(WAITING),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Tiles of queries, blocks of keys, query heads a key head, and which scores count."""
+    """Tiles of queries, blocks of keys, query heads a key head, the ring, and the call."""
 
     tiles: int
     blocks: int
     group: int
-    is_causal: bool
-    key_length: int
+    layout: Groups
+    spec: CallSpec
 
 
 class _Block:
@@ -135,10 +120,10 @@ class _Block:
         self.batch, self.head, block = launch.program()
         # Causal blocks begin with their first tile of queries, those with the fewest tiles first: none ever has to wait
         # for its turn on blocks that begin later.
-        self.block = sizes.blocks - 1 - block if sizes.is_causal else block
+        self.block = sizes.blocks - 1 - block if sizes.spec.is_causal else block
         self.first_key = self.block * (OWNERS * GROUP)
         self.first = jnp.int32(0)
-        if sizes.is_causal:
+        if sizes.spec.is_causal:
             self.first = jnp.minimum(lax.div(self.first_key, jnp.int32(SPAN)), sizes.tiles - 1)
         self.per_head = jnp.int32(sizes.tiles) - self.first
         self.steps = self.per_head * sizes.group
@@ -152,7 +137,7 @@ class _Block:
 
     def earlier(self, tile):
         """How many blocks add to a tile of queries before this one."""
-        if not self.sizes.is_causal:
+        if not self.sizes.spec.is_causal:
             return self.block
         last = jnp.int32(self.sizes.blocks - 1)
         seen = jnp.minimum(lax.div((tile + 1) * SPAN - 1, jnp.int32(OWNERS * GROUP)), last)
@@ -161,26 +146,30 @@ class _Block:
 
     def hide(self, p, first_key, tile):
         """P^T of keys from `first_key` on, but 0 where a key does not count or is after the query."""
-        sizes, numbers = self.sizes, arrays.row_numbers() + first_key
-        ragged = sizes.key_length % (OWNERS * GROUP) != 0
-        if not (sizes.is_causal or ragged):
+        spec, numbers = self.sizes.spec, arrays.row_numbers() + first_key
+        ragged = spec.key_length % (OWNERS * GROUP) != 0
+        if not (spec.is_causal or ragged):
             return p
-        limit = numbers - tile * SPAN if sizes.is_causal else numbers * 0
-        edge = tile * SPAN < first_key + (GROUP - 1) if sizes.is_causal else False
+        limit = numbers - tile * SPAN if spec.is_causal else numbers * 0
+        edge = tile * SPAN < first_key + (GROUP - 1) if spec.is_causal else False
         if ragged:
-            limit = jnp.where(numbers < sizes.key_length, limit, SPAN)
-            edge = edge | (first_key + GROUP > sizes.key_length)
+            limit = jnp.where(numbers < spec.key_length, limit, SPAN)
+            edge = edge | (first_key + GROUP > spec.key_length)
         return arrays.hide_if(edge, p, limit, 0.0, before=True)
 
+    def k_scale(self, k_scale_ref, first_key):
+        """The one scale of K for a group's keys."""
+        return k_scale_ref[self.batch, self.head, lax.div(first_key, jnp.int32(self.sizes.spec.config.block_k))]
 
-def _own_keys(group, block, inputs, outputs, held, *, block_k, depth, layout):
+
+def _own_keys(block, group, inputs, outputs, held):
     """dK and dV of a group's keys, and each tile's dS for the group that sums over keys."""
     first_key = block.first_key + group * GROUP
-    mine, shape = pl.ds(first_key, GROUP), (GROUP, SPAN)
-    b, n = block.batch, block.head
+    mine, shape, layout = pl.ds(first_key, GROUP), (GROUP, SPAN), block.sizes.layout
+    b, n, depth = block.batch, block.head, inputs["k"].shape[-1]
     fetch(inputs["k"].at[b, n, mine], held["k_own"].at[group], held["own"].at[group])
     fetch(inputs["v"].at[b, mine, n], held["v_own"].at[group], held["own"].at[group])
-    k_scale = inputs["k_scale"][b, n, lax.div(first_key, jnp.int32(block_k))]
+    k_scale = block.k_scale(inputs["k_scale"], first_key)
     launch.wait(held["own"].at[group])
 
     def body(step, sums):
@@ -218,18 +207,19 @@ def _own_keys(group, block, inputs, outputs, held, *, block_k, depth, layout):
         launch.store(held["v_own"].at[group], output.at[b, mine, n], total + poison)
 
 
-def _sum_keys(block, inputs, _, held, *, block_k, depth):
+def _sum_keys(block, _, inputs, outputs, held):
     """dQ of each tile of queries over the block's keys, a scale of dS per group of keys."""
-    b, n = block.batch, block.head
-    own, scales = held["turned_own"].at[0], []
+    del outputs  # Written by the copying group.
+    own, scales, shape = held["turned_own"].at[0], [], (SPAN, inputs["k"].shape[-1])
     for group in range(OWNERS):
         first_key = block.first_key + group * GROUP
         keys = pl.ds(first_key, GROUP)
-        fetch(inputs["k_turned"].at[b, n, :, keys], held["k_turned_own"].at[group], own)
-        scales.append(inputs["k_scale"][b, n, lax.div(first_key, jnp.int32(block_k))])
+        fetch(inputs["k_turned"].at[block.batch, block.head, :, keys], held["k_turned_own"].at[group], own)
+        scales.append(block.k_scale(inputs["k_scale"], first_key))
     launch.wait(own)
 
-    def body(step):
+    @pl.loop(jnp.int32(0), block.steps)
+    def _(step):
         waiting = lax.rem(step, jnp.int32(WAITING))
         launch.wait(held["ds_full"].at[waiting])
         dq = None
@@ -238,18 +228,17 @@ def _sum_keys(block, inputs, _, held, *, block_k, depth):
             if group == OWNERS - 1:
                 launch.arrive(held["ds_free"].at[waiting])
             right = turned(held["k_turned_own"].at[group])
-            product = arrays.product(ds_int8, right, (SPAN, depth)).astype(jnp.float32)
-            product = product * across(ds_scale * scales[group], product.shape)
+            product = arrays.product(ds_int8, right, shape).astype(jnp.float32)
+            product = product * across(ds_scale * scales[group], shape)
             dq = product if dq is None else dq + product
         launch.wait_for_buffer(held["dq_free"].at[waiting], step, WAITING)
         launch.write(held["dq"].at[waiting], dq)
         launch.arrive(held["dq_full"].at[waiting])
 
-    launch.each(block.steps, body)
 
-
-def _copy(block, inputs, outputs, held, *, turns, layout):
+def _copy(block, _, inputs, outputs, held):
     """Fetch tiles of queries ahead of the owners, and beside that add each tile of dQ to memory."""
+    turns = launch.turns(*inputs["q"].shape[:2], block.sizes.tiles)
 
     def load(step, slot):
         head, tile = block.at(step)
@@ -273,6 +262,6 @@ def _copy(block, inputs, outputs, held, *, turns, layout):
         )
 
     launch.in_warps(
-        lambda: launch.stream(block.steps, layout, (load, held["free"])),
-        lambda: launch.each(block.steps, add),
+        lambda: launch.stream(block.steps, block.sizes.layout, (load, held["free"])),
+        lambda: pl.loop(jnp.int32(0), block.steps)(add),
     )

@@ -105,11 +105,6 @@ def in_warps(*works):
 wait, arrive = plgpu.barrier_wait, plgpu.barrier_arrive
 
 
-def each(count, work):
-    """work(step) for each step, for what it does to buffers."""
-    pl.loop(jnp.int32(0), count)(work)
-
-
 def wait_for_buffer(free, step, count):
     """Wait until one of `count` buffers that are written in turn is free; at first all are."""
 
