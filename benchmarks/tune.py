@@ -39,12 +39,13 @@ MAX_DIFFERENCE = 5e-3
 
 def candidates(kernel: str, depth: int, causal: bool, config) -> Iterator[tiles.Row | hopper_tiles.Row]:
     """Rows that the product would accept; on a Hopper GPU also those of its own kernels."""
-    groups = (2,) if kernel == "grad_qkv" else (2, 3, 4)
-    layouts = itertools.product(groups, (2, 3)) if hopper_tiles.available() else ()
+    counts = (2,) if kernel == "grad_qkv" else (2, 3, 4)
+    layouts = itertools.product(counts, (2, 3)) if hopper_tiles.available() else ()
     for groups, stages in layouts:
         yield hopper_tiles.Row(
             kernel=kernel, depth=depth, is_causal=causal, groups=groups, stages=stages, milliseconds=0.0
         )
+    # There is no Triton kernel that makes all three.
     if kernel == "grad_qkv":
         return
     span = dict(forward=config.pv_span, grad_v=config.dv_span, grad_k=config.dk_span, grad_q=config.dq_span).get(kernel)

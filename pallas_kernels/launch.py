@@ -75,8 +75,8 @@ def keep_target(function):
     return run
 
 
-def under_vmap(function, size):
-    """`function`, of which `size` calls are made one when its kernels are traced, in the shapes of one."""
+def under_vmap(function, size, in_batched):
+    """`function` mapped by vmap; its kernels, traced in the shapes of one call, know that they are `size` calls."""
 
     def run(*args):
         token = _mapped.set(_mapped.get() * size)
@@ -85,7 +85,7 @@ def under_vmap(function, size):
         finally:
             _mapped.reset(token)
 
-    return run
+    return jax.vmap(run, jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched)))
 
 
 def mapped() -> int:
@@ -99,8 +99,7 @@ def mappable(function):
 
     @call.def_vmap
     def _(axis_size, in_batched, *operands):
-        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched))
-        out = mappable(jax.vmap(under_vmap(function, axis_size), in_axes))(*operands)
+        out = mappable(under_vmap(function, axis_size, in_batched))(*operands)
         return out, jax.tree.map(lambda _: True, out)
 
     return call

@@ -301,11 +301,9 @@ def _partition(function, axes, declared, operands, mapped=()):
         name = f"{_MAPPED}{len(mapped)}"
         batched = jax.tree.leaves(in_batched)
         inner = [[name] * is_batched + names for names, is_batched in zip(axes, batched, strict=True)]
-        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(in_batched))
         # Not what has been traced: kernels are chosen anew, knowing how many calls they are.
-        out = _partition(
-            jax.vmap(launch.under_vmap(untraced, axis_size), in_axes), inner, declared, operands, (name, *mapped)
-        )
+        many = launch.under_vmap(untraced, axis_size, in_batched)
+        out = _partition(many, inner, declared, operands, (name, *mapped))
         return out, jax.tree.map(lambda _: True, out)
 
     return call(*operands)

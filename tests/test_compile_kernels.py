@@ -77,7 +77,7 @@ def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0):
 @pytest.mark.parametrize("gpu", GPUS)
 def test_attention_kernels_fit_without_spills(gpu, preset, depth, causal):
     names = set(kernel_names(gpu, depth, causal, PRESETS[preset])) & set(ATTENTION)
-    assert "forward" in names and names & {"grad_q", "grad_qkv"}
+    assert {"forward", "grad_q"} < names or names == {"forward", "grad_qkv"}
     assert problems(gpu, depth, causal, PRESETS[preset], names) == {}
 
 
