@@ -61,8 +61,7 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
             if int8:
                 ds_int8, ds_scale = arrays.quantize_row(ds)
                 launch.wait(right_full.at[slot])
-                tile_dq = arrays.product(ds_int8, turned(right_ring.at[slot]), dq.shape).astype(jnp.float32)
-                dq = dq + tile_dq * across(ds_scale * k_scale, dq.shape)
+                dq = arrays.add_int8_product(dq, ds_int8, ds_scale * k_scale, right_ring.at[slot])
             else:
                 ds_16 = ds.astype(jnp.bfloat16)
                 launch.wait(right_full.at[slot])

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
 from pallas_kernels.hopper import arrays, launch
-from pallas_kernels.hopper.arrays import COLUMNS, across, down, filled, turned
+from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix
 from pallas_kernels.hopper.tiles import GROUP, Groups
 from sagebwd_jax._config import CallSpec
@@ -25,6 +25,8 @@ from sagebwd_jax._config import CallSpec
 SPAN, OWNERS = 64, 2
 # Registers of a thread of the owners and of the group that makes dQ. With these nothing spills.
 OWNER_REGISTERS, SUM_REGISTERS = 184, 112
+# Blocks that an H100 or H200 runs at once, one a multiprocessor.
+AT_ONCE = 132
 # Tiles of dS, and of dQ, that may wait for the next group.
 WAITING = 2
 STREAMS = ("q", "q_turned", "dout", "dout_turned")
@@ -42,7 +44,8 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     inputs |= dict(dout=ops.dout, dout_turned=ops.dout_turned, q_scale=ops.q_scale, shift=ops.shift_dv)
     inputs |= dict(factor=factor, delta=ops.delta * factor, k_scale=ops.k_scale, poison=ops.poison)
     scratch = _scratch(depth, ops.dout.dtype, layout.stages)
-    sizes = _Sizes(queries // SPAN, blocks, heads // kv_heads, layout, spec)
+    side = _side_by_side(blocks, kv_heads)
+    sizes = _Sizes(queries // SPAN, blocks, heads // kv_heads, side, layout, spec)
 
     def run(work, group, *refs):
         outputs, held = refs[len(inputs) : len(inputs) + 3], refs[len(inputs) + 3 :]
@@ -58,7 +61,7 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     dk, dv, dq = launch.call_parts(
         parts,
         "sagebwd_grad_qkv",
-        (batch, kv_heads, blocks),
+        (batch, kv_heads // side, blocks * side),
         list(inputs.values()),
         [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
         list(scratch.values()),
@@ -74,6 +77,15 @@ def _factors(q_scale, dout_scale):
     # dS of a query that is 0 counts for dQ alone, but lies in rows that are rounded for dK.
     q_scale = jnp.where(q_scale == 0, jnp.where(largest == 0, 1.0, largest), q_scale)
     return q_scale, jnp.where(dout_scale < steps.TINIEST, 0.0, q_scale / jnp.maximum(dout_scale, steps.TINIEST))
+
+
+def _side_by_side(blocks, heads):
+    """How many heads are alternated in the order of blocks: as many as run at once, of a number that divides heads.
+
+    Blocks of one head that start together would wait for their turns, one after another.
+    """
+    most = max(AT_ONCE // blocks, 1)
+    return max(side for side in range(1, heads + 1) if heads % side == 0 and side <= most)
 
 
 def _scratch(depth, dtype, stages):
@@ -103,11 +115,12 @@ def _scratch(depth, dtype, stages):
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Tiles of queries, blocks of keys, query heads a key head, the ring, and the call."""
+    """Tiles of queries, blocks of keys, query heads a key head, key heads side by side, the ring, and the call."""
 
     tiles: int
     blocks: int
     group: int
+    side: int
     layout: Groups
     spec: CallSpec
 
@@ -117,7 +130,9 @@ class _Block:
 
     def __init__(self, sizes: _Sizes):
         self.sizes = sizes
-        self.batch, self.head, block = launch.program()
+        self.batch, heads, block = launch.program()
+        side = jnp.int32(sizes.side)
+        self.head, block = heads * side + lax.rem(block, side), lax.div(block, side)
         # Causal blocks begin with their first tile of queries, those with the fewest tiles first: none ever has to wait
         # for its turn on blocks that begin later.
         self.block = sizes.blocks - 1 - block if sizes.spec.is_causal else block
@@ -222,15 +237,12 @@ def _sum_keys(block, _, inputs, outputs, held):
     def _(step):
         waiting = lax.rem(step, jnp.int32(WAITING))
         launch.wait(held["ds_full"].at[waiting])
-        dq = None
+        dq = filled(shape, 0.0)
         for group in range(OWNERS):
             ds_int8, ds_scale = arrays.quantize_row(arrays.load_turned(held["ds"].at[waiting, group]))
             if group == OWNERS - 1:
                 launch.arrive(held["ds_free"].at[waiting])
-            right = turned(held["k_turned_own"].at[group])
-            product = arrays.product(ds_int8, right, shape).astype(jnp.float32)
-            product = product * across(ds_scale * scales[group], shape)
-            dq = product if dq is None else dq + product
+            dq = arrays.add_int8_product(dq, ds_int8, ds_scale * scales[group], held["k_turned_own"].at[group])
         launch.wait_for_buffer(held["dq_free"].at[waiting], step, WAITING)
         launch.write(held["dq"].at[waiting], dq)
         launch.arrive(held["dq_full"].at[waiting])
