@@ -13,6 +13,7 @@ from train_micro import micro_config
 
 from benchmarks import pretraining
 from train.loss import next_token_loss
+from train.model import Decoder
 from train.optimizer import make_optimizer
 from train.step import StepMetrics, TrainState, init_model, make_eval_step, make_train_step
 
@@ -127,6 +128,15 @@ def test_initial_parameters_depend_on_the_seed_and_not_on_the_attention():
     )
     chex.assert_trees_all_equal(exact, sagebwd)
     assert jnp.any(exact["embedding"][...] != other["embedding"][...])
+
+
+def test_initial_parameters_are_those_of_the_decoder():
+    # They are made block by block, so that one program serves all of them.
+    config = micro_config(attention="exact", num_layers=11).model
+    expected = jax.jit(lambda key: nnx.state(Decoder(config, rngs=nnx.Rngs(key))))(jax.random.key(3))
+    got = init_model(config, seed=3)[1]
+    chex.assert_trees_all_equal(got, expected)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
 
 
 def test_sagebwd_gradients_reach_every_parameter_as_exact_ones_do():

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from .config import ModelConfig
 from .loss import LossSums, loss_sums
-from .mesh import constrain_state, state_shardings
-from .model import Decoder
+from .mesh import constrain_state, replicated, state_shardings
+from .model import Block, Decoder
 
 
 class TrainState(NamedTuple):
@@ -47,9 +47,36 @@ def init_model(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> tupl
 
 @functools.lru_cache(maxsize=8)
 def _make_init(config: ModelConfig, mesh: Mesh | None) -> Callable[[Any], Any]:
-    """A jitted key -> parameters, compiled once for runs that are alike."""
-    shardings = None if mesh is None else state_shardings(mesh, _split_shapes(config)[1])
-    return jax.jit(lambda key: nnx.state(Decoder(config, rngs=nnx.Rngs(key))), out_shardings=shardings)
+    """A key -> parameters, compiled once for runs that are alike.
+
+    One program makes any of the blocks: all of them in one would keep XLA busy for most of a minute.
+    """
+    shapes = _split_shapes(config)[1]
+
+    def compiled(build: Callable[[nnx.Rngs], nnx.Module], *, drop: tuple[str, ...] = ()) -> Callable[..., Any]:
+        def make(key: Any, count: Array) -> tuple[Any, Array]:
+            rngs = nnx.Rngs(key)
+            rngs.default.count[...] = count
+            params = nnx.state(build(rngs))
+            return {name: x for name, x in params.items() if name not in drop}, rngs.default.count[...]
+
+        if mesh is None:
+            return jax.jit(make)
+        made, _ = jax.eval_shape(make, jax.random.key(0), jnp.uint32(0))
+        return jax.jit(make, out_shardings=(state_shardings(mesh, made), replicated(mesh)))
+
+    outside = compiled(lambda rngs: Decoder(config, rngs=rngs), drop=("blocks",))
+    block = compiled(lambda rngs: Block(config, rngs=rngs))
+
+    def init(key: Any) -> Any:
+        # How many keys were drawn: the embedding comes before the blocks.
+        params, count, blocks = outside(key, jnp.uint32(0))[0], jnp.uint32(1), {}
+        for layer in range(config.num_layers):
+            blocks[layer], count = block(key, count)
+        params = {**params, "blocks": blocks}
+        return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(params))
+
+    return init
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation, *, keeps_ema: bool, mesh: Mesh) -> TrainState:
