@@ -1,8 +1,10 @@
 """The Hopper kernels: which calls they take, and on such a GPU what they give, in bfloat16, which alone they read."""
 
+import collections
 import dataclasses
 import functools
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +145,30 @@ def test_a_block_is_not_asked_to_hold_more_registers_than_it_was_launched_with(r
     threads = 128 * len(registers)
     launched = min(65536 // threads // 8 * 8, 255) * threads
     assert 128 * sum(registers) <= launched
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("blocks", [(4, 4), (1, 5), (6, 2)], ids=str)
+@pytest.mark.parametrize(("kv_heads", "group"), [(6, 1), (3, 2)])
+def test_a_block_waits_for_blocks_that_began_before_it_alone(monkeypatch, is_causal, blocks, kv_heads, group):
+    # Each counts in memory what it has added to a tile of dQ; one that waited for a later one could wait forever.
+    kernel = pytest.importorskip("pallas_kernels.hopper.grad_qkv", exc_type=ImportError)
+    of_queries, of_keys = blocks
+    spec = call_spec(128 * of_queries, 128 * of_keys, depth=64, is_causal=is_causal)
+    side = kernel._side_by_side(of_keys, kv_heads)
+    assert side > 1
+    sizes = kernel._Sizes(2 * of_queries, of_keys, group, side, tiles.Groups(groups=2, stages=3), spec)
+    turns, seen = collections.Counter(), set()
+    for program in itertools.product(range(1), range(kv_heads // side), range(of_keys * side)):
+        monkeypatch.setattr(kernel.launch, "program", lambda program=program: tuple(map(jnp.int32, program)))
+        block = kernel._Block(sizes)
+        seen.add((int(block.head), int(block.block)))
+        for step in range(int(block.steps)):
+            head, tile = block.at(jnp.int32(step))
+            assert block.earlier(tile) == turns[int(head), int(tile)]
+            turns[int(head), int(tile)] += 1
+    assert seen == set(itertools.product(range(kv_heads), range(of_keys)))
+    assert set(turns) == set(itertools.product(range(kv_heads * group), range(2 * of_queries)))
 
 
 @pytest.mark.gpu
