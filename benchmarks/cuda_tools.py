@@ -13,6 +13,8 @@ _PACKAGES = {
     "cuobjdump": "nvidia-cuda-cuobjdump",
     "nvdisasm": "nvidia-cuda-nvdisasm",
 }
+# As it was: another thread may be changing it for its compiler while a tool starts (kernel_cost.py).
+_ENVIRONMENT = dict(os.environ)
 
 
 def find_tool(name: str) -> str:
@@ -35,7 +37,7 @@ def find_tool(name: str) -> str:
 
 def _run(command: list[str], **options) -> str:
     """Output and messages of a tool; its messages in the error if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, **options)
+    done = subprocess.run(command, capture_output=True, text=True, env=_ENVIRONMENT, **options)
     if done.returncode:
         raise RuntimeError(f"{Path(command[0]).name} failed: {done.stderr.strip()[-1000:]}")
     return done.stdout + done.stderr
