@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -94,17 +95,19 @@ def over_mesh(function: Callable, name: str) -> Callable:
         axes = _axes(operands, _AXES[name][0])
         leaves, tree = jax.tree.flatten(operands)
         free = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-        spread = functools.partial(jax.shard_map, function, mesh=mesh, axis_names=free)
-        whole = spread(in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+        spread = functools.partial(jax.shard_map, mesh=mesh, axis_names=free)
+        whole = spread(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
         results = jax.eval_shape(whole, *tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))
         result_axes, (results, out_tree) = _axes(results, _AXES[name][1]), jax.tree.flatten(results)
         sizes = _sizes([*axes, *result_axes], (operands, results))
-        in_specs, assigned = _specs_by_type(axes, leaves, _summed(result_axes, results, sizes))
+        in_specs, assigned = _specs_by_type(axes, leaves)
+        added = _adding(function, _sums(result_axes, results, sizes, assigned))
         if AxisType.Explicit in kinds:
             # A cotangent may come in another place than its primal.
             operands = tree.unflatten(_place(leaves, in_specs, mesh))
         out_specs = _specs(result_axes, results, assigned, sizes)
         return spread(
+            added,
             in_specs=tuple(tree.unflatten(in_specs)),
             out_specs=out_tree.unflatten(out_specs),
             check_vma=bool(launch.varying_axes(operands)),
@@ -156,15 +159,26 @@ def _can_be_sharded(name) -> bool:
     return name in ("B", "N", _HEADS) or name.startswith(_MAPPED)
 
 
-def _summed(result_axes, results, sizes) -> frozenset[str]:
-    """The axes that a result is a sum over, the gradient of a broadcast bias: devices cannot make parts of it."""
-    names = set()
+def _sums(result_axes, results, sizes, assigned) -> list[tuple[str, ...]]:
+    """For each result the mesh axes over which the parts of devices add up to it: the gradient of a broadcast bias."""
+    found = []
     for axes, leaf in zip(result_axes, jax.tree.leaves(results), strict=True):
-        names |= {_HEADS if name == "N" else name for name, n in zip(axes, leaf.shape, strict=True) if n != sizes[name]}
-    return frozenset(names)
+        names = {_HEADS if name == "N" else name for name, n in zip(axes, leaf.shape, strict=True) if n != sizes[name]}
+        found.append(tuple(axis for name in sorted(names) for axis in assigned.get(name, ())))
+    return found
 
 
-def _assign(axes, specs, mesh, sizes, summed=frozenset()) -> dict[str, tuple[str, ...]]:
+def _adding(function, sums) -> Callable:
+    """`function`, each of whose results is then added up over these mesh axes."""
+
+    def run(*operands):
+        leaves, tree = jax.tree.flatten(function(*operands))
+        return tree.unflatten([lax.psum(x, over) if over else x for x, over in zip(leaves, sums, strict=True)])
+
+    return run if any(sums) else function
+
+
+def _assign(axes, specs, mesh, sizes) -> dict[str, tuple[str, ...]]:
     """The mesh axes over which each axis is sharded: what the first array that is sharded along it says."""
     assigned: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
@@ -172,7 +186,7 @@ def _assign(axes, specs, mesh, sizes, summed=frozenset()) -> dict[str, tuple[str
         # A spec may be shorter than the array's rank.
         for name, part in zip(names, spec, strict=False):
             name = _HEADS if name == "N" else name
-            if part is None or name in assigned or name in summed or not _can_be_sharded(name):
+            if part is None or name in assigned or not _can_be_sharded(name):
                 continue
             kept, shards = [], 1
             for axis in (part,) if isinstance(part, str) else part:
@@ -203,20 +217,20 @@ def _place(arrays, specs, mesh):
     return tuple(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True))
 
 
-def _specs_by_type(axes, leaves, summed=frozenset()) -> tuple[list[PartitionSpec], dict]:
+def _specs_by_type(axes, leaves) -> tuple[list[PartitionSpec], dict]:
     """Where each array shall lie by the types of all of them, and what that assigns to which axis."""
     specs, sizes = [jax.typeof(x).sharding.spec for x in leaves], _sizes(axes, leaves)
-    assigned = _assign(axes, specs, _mesh(leaves), sizes, summed)
+    assigned = _assign(axes, specs, _mesh(leaves), sizes)
     return _specs(axes, leaves, assigned, sizes), assigned
 
 
 def _rule(operand_axes, operands, result_axes, results, sizes) -> tuple[str, dict]:
     """What Shardy propagates: an einsum-like rule, and what it cannot say itself."""
-    group, summed = sizes["N"] // sizes[_HEADS], _summed(result_axes, results, sizes)
+    group = sizes["N"] // sizes[_HEADS]
     alone: list[str] = []
 
     def factor(name, size):
-        if not _can_be_sharded(name) or size != sizes[name] or (_HEADS if name == "N" else name) in summed:
+        if not _can_be_sharded(name) or size != sizes[name]:
             alone.append(f"own{len(alone)}")
             return alone[-1]
         if name == "N" and group > 1:
@@ -230,7 +244,7 @@ def _rule(operand_axes, operands, result_axes, results, sizes) -> tuple[str, dic
         return ", ".join(" ".join(map(factor, names, leaf.shape)) for names, leaf in arrays)
 
     text = f"{side(operand_axes, operands)} -> {side(result_axes, results)}"
-    options: dict[str, Any] = dict(group=group) if group > 1 else {}
+    options: dict[str, Any] = dict(group=group) if "group" in alone else {}
     return text, options | dict(need_replication_factors=tuple(alone))
 
 
@@ -270,23 +284,24 @@ def _partition(function, axes, declared, operands, mapped=()):
     results = jax.eval_shape(function, *operands)
     result_axes = [[*mapped, *names] for names in _axes(results, declared, len(mapped))]
     sizes = _sizes([*axes, *result_axes], (operands, results))
-    summed = _summed(result_axes, results, sizes)
 
-    def shardings(mesh, infos, out_infos):
+    def plan(mesh, infos, out_infos):
+        """What is sharded over which axis of this refined mesh, and the shardings of results and of operands."""
         leaves, tree = jax.tree.flatten(infos)
         out_leaves, out_tree = jax.tree.flatten(out_infos)
         specs = [_decode(x.sharding, x.shape, mesh) for x in leaves]
-        assigned = _assign(axes, specs, mesh, sizes, summed)
+        assigned = _assign(axes, specs, mesh, sizes)
         placed = _specs(axes, leaves, assigned, sizes), _specs(result_axes, out_leaves, assigned, sizes)
         ours, theirs = ([NamedSharding(mesh, spec) for spec in specs] for specs in placed)
-        return out_tree.unflatten(theirs), tree.unflatten(ours)
+        return assigned, out_tree.unflatten(theirs), tree.unflatten(ours)
 
     def partition(mesh, infos, out_infos):
         mesh = _refine(mesh)
-        return mesh, function, *shardings(mesh, infos, out_infos)
+        assigned, *shardings = plan(mesh, infos, out_infos)
+        return mesh, _adding(function, _sums(result_axes, results, sizes, assigned)), *shardings
 
     def infer(mesh, infos, out_infos):
-        return shardings(_refine(mesh), infos, out_infos)[0]
+        return plan(_refine(mesh), infos, out_infos)[1]
 
     call = custom_partitioning(lambda *operands: function(*operands))
     rule, options = _rule(axes, operands, result_axes, results, sizes)
