@@ -35,9 +35,9 @@ def find_tool(name: str) -> str:
     return found[0] if found else str(on_path)
 
 
-def _run(command: list[str], **options) -> str:
+def _run(command: list[str], **variables: str) -> str:
     """Output and messages of a tool; its messages in the error if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, env=_ENVIRONMENT, **options)
+    done = subprocess.run(command, capture_output=True, text=True, env={**_ENVIRONMENT, **variables})
     if done.returncode:
         raise RuntimeError(f"{Path(command[0]).name} failed: {done.stderr.strip()[-1000:]}")
     return done.stdout + done.stderr
@@ -59,7 +59,7 @@ def hottest_loop(cubin: Path) -> collections.Counter:
     """Instructions by kind of the loop that has the most matrix instructions; empty if no loop has any."""
     disassembler = Path(find_tool("nvdisasm")).parent
     path = f"{disassembler}{os.pathsep}{os.environ.get('PATH', '')}"
-    listing = _run([find_tool("cuobjdump"), "--dump-sass", str(cubin)], env={**os.environ, "PATH": path})
+    listing = _run([find_tool("cuobjdump"), "--dump-sass", str(cubin)], PATH=path)
     return hottest_loop_of(listing)
 
 

@@ -114,8 +114,9 @@ def both_passes(
     tokens are padding.
     """
     fields, window = MASKS[masks](case) if masks else ({}, (None, None))
-    tokens = case.length if length is None else length
-    spec = dataclasses.replace(call_spec(case, config), window=window, query_length=tokens, key_length=tokens)
+    tokens, packed = case.length if length is None else length, "query_segments" in fields
+    spec = call_spec(case, config.for_documents() if packed else config)
+    spec = dataclasses.replace(spec, window=window, query_length=tokens, key_length=tokens, packed=packed)
 
     def run(query, key, value, dout, *more):
         visibility = Visibility(**dict(zip(fields, more, strict=True))) if masks else None

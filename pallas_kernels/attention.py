@@ -20,7 +20,7 @@ from pallas_kernels.quantize import (
 )
 from pallas_kernels.statistics import channel_statistics
 from pallas_kernels.statistics import mean_logits as mean_logits_kernel
-from sagebwd_jax import _segments
+from sagebwd_jax import _quantize, _segments
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._residuals import Residuals
 
@@ -78,7 +78,7 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
         )
     keep_smooth = keep and not spec.uses_int8("dq")
     uses_smooth = spec.uses_int8("qk") or keep
-    by_channel = spec.uses_int8("pv") and config.value_scale == "channel"
+    by_channel = spec.uses_int8("pv") and config.value_scale == "channel" and not spec.packed
     needs_mean, absmax = uses_smooth and config.smooth_k and mean is None, None
     smooth_key = key
     if needs_mean and visibility is not None and visibility.key_segments is not None:
@@ -98,6 +98,9 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
     value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
     if not spec.uses_int8("pv"):
         v, v_scale = value_16, None
+    elif visibility is not None and spec.packed:
+        v_int8, v_scale = _quantize.round_documents(value, visibility.query_segments, visibility.key_segments)
+        v = turn(v_int8)
     elif by_channel:
         v, v_scale = quantize_channels(value, absmax), steps.scale_and_inverse(absmax)[0]
     else:
@@ -139,7 +142,7 @@ def mean_logits(query, key, visibility=None, *, spec: CallSpec):
     """
     if visibility is not None and visibility.key_segments is not None:
         means = _segments.key_means(key, visibility.key_segments)
-        mean = _segments.query_means(means, visibility.query_segments)
+        mean = _segments.of_queries(means, visibility.query_segments)
     else:
         mean, _ = channel_statistics(key, None, length=spec.key_length)
     return mean_logits_kernel(query, mean, scale=spec.scale), mean

@@ -24,8 +24,8 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
     Args:
       q, k: int8 [B, N, T, H] and [B, K, S, H] with scales [B, N, T], which hold the logits' scale in base 2, and
         [B, K, S] or [B, K, S / block_k]; or 16-bit [B, T, N, H] and [B, S, K, H] with scales None.
-      v: turned int8 [B, K, H, S] with scales [B, K, H] (a channel) or [B, K, S / pv_span] (a tile); or 16-bit
-        [B, S, K, H] with scales None.
+      v: turned int8 [B, K, H, S] with scales [B, K, H] (a channel), [B, T, K, H] (a channel of a query's document) or
+        [B, K, S / pv_span] (a tile); or 16-bit [B, S, K, H] with scales None.
       visibility: masks and bias (sagebwd_jax/_masks.py), None for none of them. A query that sees no key gets an output
         of 0 and NO_QUERY.
     """
@@ -43,7 +43,8 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
         _forward_tile(q_ref, k_ref, v_ref, scale_refs, mask_refs, out_refs, spec=spec, tile=tile, masks=masks)
 
     own = functools.partial(own_rows, tile.block_q)
-    scales = [(q_scale, own()), (k_scale, None), (v_scale, None)]
+    of_queries = pl.BlockSpec((None, tile.block_q, None, depth), lambda i, n, b: (b, i, n // group, 0))
+    scales = [(q_scale, own()), (k_scale, None), (v_scale, of_queries if spec.packed else None)]
     scales = [(x, spec_ or whole_head(x, group=group)) for x, spec_ in scales if x is not None]
     shapes = [
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
@@ -140,7 +141,7 @@ def _forward_tile(q_ref, k_ref, v_ref, scale_refs, mask_refs, out_refs, *, spec,
         out, _, shift, total = masks.loop(body, start, mask_refs)
         out = out / jnp.where(total == 0, 1.0, total)[:, None]
     if int8_values and not scale_a_tile:
-        out = out * v_scale_ref[...][None, :]
+        out = out * (v_scale_ref[...] if spec.packed else v_scale_ref[...][None, :])
     out_refs[0][...] = out.astype(out_refs[0].dtype)
     lse = shift + jnp.log2(total) - (steps.LOG2_INT8_MAX if int8_values else 0.0)
     rows = i * block_q + jnp.arange(block_q, dtype=jnp.int32)

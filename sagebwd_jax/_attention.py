@@ -97,6 +97,7 @@ def attention(
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
     )
+    packed = query_segment_ids is not None
     spec = CallSpec(
         is_causal=bool(is_causal),
         scale=1.0,
@@ -104,8 +105,9 @@ def attention(
         key_length=key.shape[1],
         implementation=implementation,
         differentiates_lse=return_residual,
-        config=config.at_depth(depth),
+        config=config.for_documents().at_depth(depth) if packed else config.at_depth(depth),
         window=window,
+        packed=packed,
     )
     out, lse = _attend(query, key, value, scale, visibility, spec)
     out, lse = (out, lse) if batched else (out[0], lse[0])

@@ -91,6 +91,10 @@ class SageConfig:
         span = self.block_q if self.grad_scale == "tile" else 64 if depth <= 64 else 128
         return dataclasses.replace(self, dv_span=span)
 
+    def for_documents(self) -> "SageConfig":
+        """The same for packed documents, no two of which share a scale."""
+        return dataclasses.replace(self, **_FOR_DOCUMENTS)
+
     @classmethod
     def faithful(cls) -> "SageConfig":
         """The paper's scales: one per 64x64 tile for Q, K, V, dO and, in the backward pass, P and dS (section 3)."""
@@ -118,6 +122,9 @@ class SageConfig:
         return cls(sixteen_bit=frozenset({"qk"}), pv_span=64, dv_span=64)
 
 
+_FOR_DOCUMENTS = dict(
+    query_scale="token", key_scale="token", value_scale="channel", dout_scale="token", grad_scale="row"
+)
 _ACCEPTED = dict(
     smooth_k=(True, False),
     query_scale=("token", "block"),
@@ -147,6 +154,7 @@ class CallSpec:
       differentiates_lse: the log-sum-exp is an output of the call, so it may have a cotangent.
       config: what changes the numbers, with nothing left open (`SageConfig.at_depth`).
       window: query i sees keys i-left..i+right; None for an end without limit. See `reach`.
+      packed: documents lie side by side, so a channel of V has a scale for each (`SageConfig.for_documents`).
     """
 
     is_causal: bool
@@ -157,6 +165,7 @@ class CallSpec:
     differentiates_lse: bool
     config: SageConfig
     window: tuple[int | None, int | None] = (None, None)
+    packed: bool = False
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

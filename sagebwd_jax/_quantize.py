@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
 
 from pallas_kernels import steps
+from sagebwd_jax import _segments
 
 
 def key_mean(key: Float[Array, "B S K H"], length: int) -> Float32[Array, "B K H"]:
@@ -39,6 +40,13 @@ def round_channels(x):
     """[B, N, time, H] as INT8, and one scale a channel [B, N, H]."""
     scale, inverse = steps.scale_and_inverse(steps.magnitude(x).max(2))
     return round_to_int8(x * inverse[:, :, None]), scale
+
+
+def round_documents(value, query_segments, key_segments):
+    """V as INT8 [B, K, S, H], each channel by its document's largest value, and each query's scales [B, T, K, H]."""
+    scale, inverse = steps.scale_and_inverse(_segments.largest_values(value, key_segments))
+    v_int8 = round_to_int8(value.astype(jnp.float32) * inverse).swapaxes(1, 2)
+    return v_int8, _segments.of_queries(scale, query_segments)
 
 
 def round_rows(x, rows: int):

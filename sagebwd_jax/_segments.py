@@ -1,4 +1,4 @@
-"""Segments of packed sequences: which key belongs to which, and the mean key of each, in sums whose order is fixed.
+"""Segments of packed sequences: which key belongs to which, the mean key and the largest values of each.
 
 A canonical segment id is the index of the segment's first key, so that ids are unique, grow along packed documents
 whatever the user's ids are, and lead to a key of the segment. A negative id is shared with nothing: LONE_QUERY is a
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+from pallas_kernels import steps
 
 # Unequal, so that neither sees the other.
 LONE_QUERY = -1
@@ -47,10 +49,22 @@ def _find(ids, counts, wanted):
 
 
 def key_means(key: Float[Array, "B S K H"], segments: Int32[Array, "B S"]) -> Float32[Array, "B S K H"]:
-    """The mean key of each key's segment; 0 for a key without one.
+    """The mean key of each key's segment; 0 for a key without one."""
+    total, count = _over_segments(jnp.add, key.astype(jnp.float32), segments)
+    return jnp.where((segments >= 0)[..., None, None], total / count, 0.0)
 
-    Not by adding at computed places: the order of such a sum varies on a GPU. Keys are sorted by segment and summed by
-    a scan that starts anew with each segment, so nothing crosses from one to another.
+
+def largest_values(value: Float[Array, "B S K H"], segments: Int32[Array, "B S"]) -> Float32[Array, "B S K H"]:
+    """The largest magnitude of each channel in each value's segment; 0 for a value without one."""
+    largest, _ = _over_segments(jnp.maximum, steps.magnitude(value.astype(jnp.float32)), segments)
+    return jnp.where((segments >= 0)[..., None, None], largest, 0.0)
+
+
+def _over_segments(combine, x, segments):
+    """What `combine` makes of each token's segment, in the shape of x [B, S, K, H], and its tokens [B, S, 1, 1].
+
+    Not by adding at computed places: the order of such a sum varies on a GPU. Tokens are sorted by segment and combined
+    by a scan that starts anew with each segment, so nothing crosses from one to another.
     """
     order = jnp.argsort(segments, axis=1, stable=True)
     ids = jnp.take_along_axis(segments, order, axis=1)
@@ -60,24 +74,23 @@ def key_means(key: Float[Array, "B S K H"], segments: Int32[Array, "B S"]) -> Fl
     places = lax.broadcasted_iota(jnp.int32, ids.shape, 1)
     start = lax.cummax(jnp.where(starts, places, 0), axis=1)
     end = lax.cummin(jnp.where(ends, places, ids.shape[1]), axis=1, reverse=True)
-    keys = jnp.take_along_axis(key.astype(jnp.float32), order[..., None, None], axis=1)
-    _, sums = lax.associative_scan(_add_within_segment, (starts[..., None, None], keys), axis=1)
+
+    def join(left, right):
+        """(holds a start, what was combined since the last start) of two neighbouring stretches."""
+        return left[0] | right[0], jnp.where(right[0], right[1], combine(left[1], right[1]))
+
+    tokens = jnp.take_along_axis(x, order[..., None, None], axis=1)
+    _, combined = lax.associative_scan(join, (starts[..., None, None], tokens), axis=1)
     own = jnp.argsort(order, axis=1)
     count = jnp.take_along_axis(end - start + 1, own, axis=1)
-    total = jnp.take_along_axis(sums, jnp.take_along_axis(end, own, axis=1)[..., None, None], axis=1)
-    mean = total / count[..., None, None].astype(jnp.float32)
-    return jnp.where((segments >= 0)[..., None, None], mean, 0.0)
+    total = jnp.take_along_axis(combined, jnp.take_along_axis(end, own, axis=1)[..., None, None], axis=1)
+    return total, count[..., None, None].astype(jnp.float32)
 
 
-def _add_within_segment(left, right):
-    """(holds a start, sum since the last start) of two neighbouring stretches."""
-    return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
-
-
-def query_means(means: Float32[Array, "B S K H"], segments: Int32[Array, "B T"]) -> Float32[Array, "B T K H"]:
-    """`key_means` of each query's segment; 0 for a query without one."""
-    mean = jnp.take_along_axis(means, jnp.maximum(segments, 0)[..., None, None], axis=1)
-    return jnp.where((segments >= 0)[..., None, None], mean, 0.0)
+def of_queries(x: Float32[Array, "B S K H"], segments: Int32[Array, "B T"]) -> Float32[Array, "B T K H"]:
+    """What each query's segment has of what is the same for all of its keys; 0 for a query without one."""
+    own = jnp.take_along_axis(x, jnp.maximum(segments, 0)[..., None, None], axis=1)
+    return jnp.where((segments >= 0)[..., None, None], own, 0.0)
 
 
 def clear_padding(x: Float[Array, "B time N H"], segments: Int32[Array, "B time"]) -> Float[Array, "B time N H"]:

@@ -70,7 +70,7 @@ def mean_logits(query, key, visibility=None, *, spec: CallSpec):
     Where there are segments, mean(k) is that of each query's segment, [B, T, K, H].
     """
     if visibility is not None and visibility.key_segments is not None:
-        mean = _segments.query_means(_key_mean(key, visibility, spec), visibility.query_segments)
+        mean = _segments.of_queries(_key_mean(key, visibility, spec), visibility.query_segments)
         repeated = jnp.repeat(mean, query.shape[2] // key.shape[2], axis=2)
     else:
         mean = _quantize.key_mean(key, spec.key_length)
@@ -144,16 +144,20 @@ def _softmax_scan(q, k, value, q_scale, k_scale, visibility, spec):
     batch, heads, queries, depth = q.shape
     q = _group(q, kv_heads)
     q_scale = None if q_scale is None else _group(q_scale, kv_heads)
-    value = value.swapaxes(1, 2)
     int8_values = spec.uses_int8("pv")
     span_scales = channel_scale = None
+    by_head = value.swapaxes(1, 2)
     if not int8_values:
-        v = to_16_bits(value)
+        v = to_16_bits(by_head)
+    elif visibility is not None and spec.packed:
+        v, channel_scale = _quantize.round_documents(value, visibility.query_segments, visibility.key_segments)
+        channel_scale = channel_scale.swapaxes(1, 2)[:, :, None]
     elif spec.config.value_scale == "block":
-        v, v_scale = _quantize.round_blocks(value.astype(jnp.float32), span)
+        v, v_scale = _quantize.round_blocks(by_head.astype(jnp.float32), span)
         span_scales = jnp.moveaxis(v_scale, 2, 0)
     else:
-        v, channel_scale = _quantize.round_channels(value.astype(jnp.float32))
+        v, channel_scale = _quantize.round_channels(by_head.astype(jnp.float32))
+        channel_scale = channel_scale[:, :, None, None]
 
     def step(carry, operands):
         out, peak, shift, total = carry
@@ -182,7 +186,7 @@ def _softmax_scan(q, k, value, q_scale, k_scale, visibility, spec):
         total = jnp.where(total == 0, 1.0, total)
     out = out / total[..., None]
     if channel_scale is not None:
-        out = out * channel_scale[:, :, None, None]
+        out = out * channel_scale
     lse = shift + jnp.log2(total) - (steps.LOG2_INT8_MAX if int8_values else 0.0)
     lse = jnp.where(counts, lse, steps.NO_QUERY)
     return out.reshape(batch, heads, queries, depth), lse.reshape(batch, heads, queries)

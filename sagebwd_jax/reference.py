@@ -164,6 +164,8 @@ def quantized_attention_and_grads(
     Differs from the paper where `SageConfig` says so, and in delta, which uses O before it is rounded to 16 bits.
     """
     config = (SageConfig() if config is None else config).at_depth(query.shape[-1])
+    packed = masks.get("query_segment_ids") is not None
+    config = config.for_documents() if packed else config
     groups = query.shape[2] // key.shape[2]
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     visible = visible_scores(query, key, bias=bias, **masks)
@@ -172,11 +174,17 @@ def quantized_attention_and_grads(
     padding = ~together.any(-1)[:, :, None, None]
     key, value = (jnp.where(padding, jnp.zeros((), x.dtype), x) for x in (key, value))
     mean = mean_keys(key, together)
+    # Of each channel, over the keys that a key is with; the same for all of a head unless documents are packed.
+    largest = jnp.abs(value).max(1, keepdims=True)
+    if packed:
+        largest = jnp.where(together[..., None, None], jnp.abs(value)[:, None], 0).max(2)
     seen_by_a_head = jnp.broadcast_to(visible, (key.shape[0], *visible.shape[1:])).any(1)
     # [B, N, time, H] from here on.
-    q, k, v, do, mean = (x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key, value, dout, mean))
+    q, k, v, do, mean, largest = (
+        x.astype(jnp.float32).swapaxes(1, 2) for x in (query, key, value, dout, mean, largest)
+    )
     q16, k16, v16, do16 = (_round_to_16_bits(x, query.dtype) for x in (q, k, v, do))
-    k, v, k16, v16, mean = (jnp.repeat(x, groups, axis=1) for x in (k, v, k16, v16, mean))
+    k, v, k16, v16, mean, largest = (jnp.repeat(x, groups, axis=1) for x in (k, v, k16, v16, mean, largest))
     k_smooth = k - mean if config.smooth_k else k
 
     # Q takes the logits' scale in base 2 before it is rounded; dK gives log2(e) back.
@@ -193,7 +201,7 @@ def quantized_attention_and_grads(
     lse = _logsumexp2(s)
     p = jnp.where(visible, jnp.exp2(s - lse), 0.0)
 
-    out = _product("bnts,bnsh->bnth", *_operands_of_out(p, v, v16, query.dtype, config))
+    out = _product("bnts,bnsh->bnth", *_operands_of_out(p, v, v16, largest, query.dtype, config))
     delta = jnp.sum(do * out, axis=-1, keepdims=True)
     ds = p * (_product("bnth,bnsh->bnts", do16, v16) - delta)
 
@@ -233,7 +241,7 @@ def _sum_to(x, shape):
     return x.sum([axis for axis in range(4) if full[axis] == 1], keepdims=True).reshape(shape)
 
 
-def _operands_of_out(p, v, v16, dtype, config):
+def _operands_of_out(p, v, v16, largest, dtype, config):
     """P and V as the product P V reads them."""
     if "pv" in config.sixteen_bit:
         # The kernel rounds P relative to the row's largest entry in the tile, as in INT8; only the grid is finer.
@@ -242,7 +250,7 @@ def _operands_of_out(p, v, v16, dtype, config):
         return _untile(_round_to_16_bits(tiles / top, dtype) * top, 3, p.shape[3]), v16
     if config.value_scale == "block":
         return _round_rows(p, config.pv_span), _round_blocks(v, config.pv_span)
-    v_int8, v_scale = _quantize(v, axis=2)
+    v_int8, v_scale = _round_by(v, largest)
     return _round_rows(p, config.pv_span), v_int8 * v_scale
 
 
@@ -270,7 +278,12 @@ def _round_to_bfloat16(x):
 
 def _quantize(x, axis) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
     """Symmetric INT8 with scale absmax/127 over `axis`, both as float32; zeros have scale 0."""
-    scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) / 127
+    return _round_by(x, jnp.max(jnp.abs(x), axis=axis, keepdims=True))
+
+
+def _round_by(x, largest):
+    """The same with the largest magnitude of those that share a scale."""
+    scale = largest / 127
     return jnp.round(x / jnp.where(scale == 0, 1, scale)), scale
 
 

@@ -68,10 +68,14 @@ def test_padding_of_queries_is_not_read(implementation):
     assert_bitwise(run(7.0), first)
 
 
-def test_a_document_does_not_notice_another(implementation):
+# What the first document's keys and values are times, and what is added to its values: no scale of it may reach the
+# second, which begins in the middle of a block.
+@pytest.mark.parametrize(("keys", "values", "shift"), [(1, 1, 0), (100, 1, 0), (1, 100, 0), (1, 1, 100)])
+def test_a_document_does_not_notice_another(implementation, keys, values, shift):
     # Keys of the two have different large means, which one mean for both would not take away.
     q, k, v, dout = make_inputs(200, 200, batch=1, heads=4, kv_heads=2, depth=32)
     k = k.at[:, :90, :, 3].add(60.0).at[:, 90:, :, 3].add(-60.0)
+    k, v = k.at[:, :90].multiply(keys), v.at[:, :90].multiply(values).at[:, :90].add(shift)
     second = slice(90, 200)
     ids = jnp.where(jnp.arange(200) < 90, 1234567, -5)[None, :]
     options = dict(query_segment_ids=ids, is_causal=True)
@@ -149,6 +153,6 @@ def test_canonical_segments(ids, key_ids):
     for place, segment in enumerate(got_keys):
         expected = np.asarray(key)[0, got_keys == segment].mean(0) if segment >= 0 else np.zeros((2, 4))
         assert relative_error(means[0, place], expected) <= 1e-6
-    of_queries = _segments.query_means(means, jnp.array(got_queries)[None])
+    of_queries = _segments.of_queries(means, jnp.array(got_queries)[None])
     for place, segment in enumerate(got_queries):
         assert_bitwise(of_queries[0, place], means[0, segment] if segment >= 0 else jnp.zeros((2, 4)))
