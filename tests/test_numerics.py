@@ -1,5 +1,6 @@
 """Zeros, extremes, NaN and Inf: what quantised attention elsewhere turns into NaN, zeros, or healthy numbers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from helpers import (
 from helpers import shared_forward_and_backward as forward_and_backward
 
 from sagebwd_jax import SageConfig
+from sagebwd_jax._config import LENGTH_MULTIPLE
 
 # One shape for the whole module, so that each implementation is compiled once: two tiles of each axis, both ragged.
 SHAPE = dict(queries=160, keys=140, batch=2, heads=4, kv_heads=2)
@@ -183,7 +185,8 @@ class TestNotFinite:
 
 
 def test_inputs_are_not_written_to(implementation):
-    inputs = [np.array(x) for x in make()]
-    before = [x.copy() for x in inputs]
-    forward_and_backward(implementation)(*inputs)
+    # Arrays of the device, in 16 bits and whole tiles: padded, cast or moved there, the kernels would get copies.
+    inputs = make_inputs(2 * LENGTH_MULTIPLE, LENGTH_MULTIPLE, batch=1, heads=2, kv_heads=1, dtype=jnp.bfloat16)
+    before = [jnp.copy(x) for x in inputs]
+    jax.block_until_ready(forward_and_backward(implementation)(*inputs))
     assert_bitwise(inputs, before)
