@@ -108,7 +108,7 @@ def _both(a, b):
 
 def _within(lengths, time):
     """[B, time]: the tokens before each length; None of None."""
-    return None if lengths is None else jnp.arange(time)[None, :] < lengths[:, None]
+    return None if lengths is None else jnp.arange(time, dtype=jnp.int32)[None, :] < lengths[:, None]
 
 
 def _with_an_axis(x, sizes):

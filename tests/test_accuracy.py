@@ -162,9 +162,11 @@ class TestShapes:
         got, expected = run(q, k, v, dout)
         assert relative_error(got.out, jnp.broadcast_to(v, q.shape)) <= 0.01
         assert relative_error(got.dv, dout.sum(1, keepdims=True)) <= 0.02
-        # Softmax of one key is constant: what is left is the rounding of V in dP against that in O.
-        size = jnp.linalg.norm(q) * jnp.linalg.norm(dout) * jnp.linalg.norm(v)
-        assert jnp.linalg.norm(got.dq) <= 1e-2 * size and jnp.linalg.norm(got.dk) <= 1e-2 * size
+        # Softmax of one key is constant. K less its mean is 0, and so is dQ. Of dK, the sum over dP Q less that over
+        # delta Q, the rounding of V in dP against that in O is left: not the 1e-3 that one would wish for.
+        assert not got.dq.any()
+        uncancelled = jnp.einsum("btnh,bsnh,btnd->bsnd", dout, v, q) / 4
+        assert jnp.linalg.norm(got.dk) <= 0.01 * jnp.linalg.norm(uncancelled)
         assert relative_error(got.lse, expected.lse) <= 0.01
 
     def test_three_keys(self):

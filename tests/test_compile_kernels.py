@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.export
@@ -213,6 +217,35 @@ def test_export_needs_checks_disabled(depth):
         exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*inputs)
     loaded = jax.export.deserialize(exported.serialize())
     assert loaded.platforms == ("cuda",) and [x.shape for x in loaded.out_avals] == [(2, 256, 4, depth)]
+
+
+TWO_SHAPES = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from benchmarks import kernel_cost
+from benchmarks.gpu_targets import TARGETS
+from sagebwd_jax import attention
+mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["a100"].description()), (1,), ("x",))
+gradient = jax.grad(lambda q, k, v: attention(q, k, v, implementation="triton").astype(jnp.float32).sum())
+for length in (128, 256):
+    inputs = [jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)] * 3
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(gradient).trace(*inputs).lower(lowering_platforms=("cuda",))
+    print(lowered.as_text().count('name = "sagebwd_forward"'))
+"""
+
+
+def test_one_process_is_warned_of_a_deprecation_once_at_most():
+    # JAX 0.10 has no such warning; from 0.11 on Python repeats it once anything in the process touches its filters.
+    root = Path(__file__).parent.parent
+    environment = os.environ | dict(PYTHONPATH=str(root), JAX_PLATFORMS="cpu")
+    command = [sys.executable, "-W", "default", "-c", TWO_SHAPES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1\n1\n", done.stderr
+    warned = [
+        line for line in done.stderr.splitlines() if re.search(r"DeprecationWarning.*(pallas|triton)", line, re.I)
+    ]
+    assert len(warned) <= 1, warned
 
 
 class TestSeveralGpus:

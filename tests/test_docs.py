@@ -1,8 +1,11 @@
-"""What the documents, and the list of long tests, name exists."""
+"""What the documents, and the list of long tests, name exists; the table of arguments names all."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
+
+from sagebwd_jax import attention
 
 TESTS = Path(__file__).parent
 
@@ -16,6 +19,12 @@ def names_of(path):
         elif isinstance(node, ast.ClassDef):
             found |= {f"{node.name}::{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)}
     return found
+
+
+def test_table_of_the_arguments_is_complete():
+    rows = re.findall(r"^\| (`.*?) \|", (TESTS.parent / "docs" / "arguments.md").read_text(), re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(inspect.signature(attention).parameters)
 
 
 def test_tests_of_the_user_cases_exist():

@@ -84,6 +84,32 @@ class TestNumbers:
         out = apply(params, x_of(2))
         assert out.dtype == jnp.bfloat16 and relative_error(out, exact(params, x_of(2))) <= 0.04
 
+    def test_decode(self, make):
+        # Token by token against a cache: a mask hides the places that are not written yet.
+        x = x_of(2, length=4)
+        steps = decode_linen if make is make_linen else decode_nnx
+        assert relative_error(steps(SAGE, x), steps(*default_of(make), x)) <= 0.01
+
+
+def decode_linen(function, x):
+    """What linen's module makes of x [B, T, WIDTH] a token at a time, with a cache of two tokens more."""
+    module = nn.MultiHeadDotProductAttention(num_heads=HEADS, qkv_features=128, attention_fn=function, decode=True)
+    variables = module.init(jax.random.key(0), jnp.ones((x.shape[0], x.shape[1] + 2, WIDTH)))
+    out = []
+    for i in range(x.shape[1]):
+        token, changed = module.apply(variables, x[:, i : i + 1], mutable=["cache"])
+        variables = variables | changed
+        out.append(token)
+    return jnp.concatenate(out, axis=1)
+
+
+def decode_nnx(function, x):
+    """The same of nnx's module."""
+    options = dict(num_heads=HEADS, in_features=WIDTH, qkv_features=128, decode=True, rngs=nnx.Rngs(0))
+    module = nnx.MultiHeadAttention(attention_fn=function, **options)
+    module.init_cache((x.shape[0], x.shape[1] + 2, WIDTH))
+    return jnp.concatenate([module(x[:, i : i + 1]) for i in range(x.shape[1])], axis=1)
+
 
 def default_of(make):
     return (nn.dot_product_attention if make is make_linen else nnx.dot_product_attention,)

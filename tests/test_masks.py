@@ -311,6 +311,30 @@ def test_does_not_depend_on_the_rest_of_the_batch(implementation):
         assert_bitwise(middle(alone, ids[1:2], key_ids[1:2], mask[1:2], b=0), first)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_integers_and_booleans_have_gradients_of_float0(with_bias):
+    q, k, v, dout = make_inputs(66, 66, heads=2, kv_heads=2, depth=16)
+    bias = normal(3, 1, 2, 66, 66) if with_bias else None
+    ids = segments(1, 66)
+    masks = dict(
+        mask=random_mask(3, B, 1, 66, 66),
+        query_seq_lengths=lengths(66, 60),
+        key_value_seq_lengths=lengths(60, 66),
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+    )
+
+    def call(query, bias, masks):
+        return attention(query, k, v, bias, implementation="xla", **masks)
+
+    by_vjp = jax.eval_shape(lambda *x: jax.vjp(call, *x)[1](dout), q, bias, masks)
+    by_grad = jax.eval_shape(jax.grad(lambda *x: call(*x).sum(), (0, 1, 2), allow_int=True), q, bias, masks)
+    wanted = {name: (x.shape, jax.dtypes.float0) for name, x in masks.items()}
+    for dq, dbias, dmasks in (by_vjp, by_grad):
+        assert {name: (x.shape, x.dtype) for name, x in dmasks.items()} == wanted
+        assert dq.shape == q.shape and (dbias is bias is None or dbias.shape == bias.shape)
+
+
 @pytest.mark.parametrize(
     "implementation",
     [

@@ -14,6 +14,7 @@ import pytest
 from helpers import (
     assert_bitwise,
     assert_usable,
+    attend_and_grads,
     exact,
     forward_and_backward,
     make_inputs,
@@ -25,6 +26,7 @@ from jax import export
 
 from pallas_kernels import steps
 from sagebwd_jax import _config, attention
+from sagebwd_jax.reference import Attended
 
 
 def loss(query, key, value, implementation="xla", **options):
@@ -94,6 +96,25 @@ class TestExport:
         )
         assert relative_error(got, expected) <= 3e-3
 
+    def test_with_masks(self):
+        q, k, v, dout = make_inputs(66, 66, heads=2, kv_heads=1, depth=16)
+        ids = jnp.arange(66)[None, :] // jnp.array([[30], [40]])
+        options = dict(
+            bias=normal(3, 1, 2, 66, 66),
+            mask=normal(4, 2, 1, 66, 66) > -0.5,
+            key_value_seq_lengths=jnp.array([60, 66]),
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+        )
+
+        @jax.jit
+        def both_passes(*inputs):
+            return tuple(attend_and_grads("xla", *inputs[:4], **inputs[4], local_window_size=20))
+
+        loaded = export.deserialize(export.export(both_passes)(q, k, v, dout, options).serialize())
+        got = Attended(*loaded.call(q, k, v, dout, options))
+        assert_usable(got, exact(q, k, v, dout, local_window_size=20, **options))
+
     def test_of_the_interpreted_kernels(self):
         *inputs, _ = make_inputs(66, 70, depth=32)
         with using("triton-interpreted") as name:
@@ -109,6 +130,23 @@ class TestModes:
             got = forward_and_backward(cpu_implementation, is_causal=True)(*map(jnp.asarray, inputs))
         assert {x.dtype.name for x in got} == {"float32"}
         assert_usable(got, exact(*inputs, is_causal=True))
+
+    def test_64_bits_of_jax_change_no_dtype_with_masks(self, cpu_implementation):
+        inputs = [np.asarray(x) for x in make_inputs(66, 66, heads=2, kv_heads=1, depth=16)]
+        ids = np.arange(66, dtype=np.int64)[None, :] // np.array([[30], [40]])
+        options = dict(
+            bias=np.asarray(normal(3, 1, 2, 66, 66)),
+            mask=np.asarray(normal(4, 2, 1, 66, 66)) > -0.5,
+            key_value_seq_lengths=np.array([60, 66], np.int64),
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+        )
+        with jax.enable_x64(True):
+            arrays = {name: jnp.asarray(x) for name, x in options.items()}
+            assert arrays["query_segment_ids"].dtype == arrays["key_value_seq_lengths"].dtype == jnp.int64
+            got = attend_and_grads(cpu_implementation, *map(jnp.asarray, inputs), **arrays, local_window_size=20)
+        assert {x.dtype.name for x in got} == {"float32"}
+        assert_usable(got, exact(*inputs, **options, local_window_size=20))
 
     @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
     def test_checks_find_nothing(self, cpu_implementation, jit):

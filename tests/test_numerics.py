@@ -1,5 +1,6 @@
 """Zeros, extremes, NaN and Inf: what quantised attention elsewhere turns into NaN, zeros, or healthy numbers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,13 +11,17 @@ from helpers import (
     assert_finite,
     assert_usable,
     assert_within,
+    attend_and_grads,
     exact,
     make_inputs,
+    normal,
     relative_error,
+    without_empty_rows,
 )
 from helpers import shared_forward_and_backward as forward_and_backward
 
 from sagebwd_jax import SageConfig
+from sagebwd_jax._config import LENGTH_MULTIPLE
 
 # One shape for the whole module, so that each implementation is compiled once: two tiles of each axis, both ragged.
 SHAPE = dict(queries=160, keys=140, batch=2, heads=4, kv_heads=2)
@@ -147,6 +152,19 @@ BAD = {
 }
 
 
+def assert_others_untouched(clean, got, batch, kv_head):
+    """Outside of this batch and key head both are finite and bitwise equal."""
+    for field in ("out", "lse", *GRADS):
+        x = getattr(got, field)
+        grouped = x.shape[2] == clean.dk.shape[2]
+        others = np.ones((x.shape[0], x.shape[2]), bool)
+        others[batch, kv_head if grouped else slice(2 * kv_head, 2 * kv_head + 2)] = False
+        # [B, time, N, ...] -> what other batches and heads hold.
+        before, after = (np.asarray(y).swapaxes(1, 2)[others] for y in (getattr(clean, field), x))
+        assert np.isfinite(after).all(), field
+        assert_bitwise(after, before)
+
+
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", BAD)
 class TestNotFinite:
@@ -172,18 +190,36 @@ class TestNotFinite:
 
     def test_leaves_other_heads_bitwise_untouched(self, implementation, name, is_causal):
         clean, got, _, batch, kv_head = self.run(implementation, name, is_causal)
-        for field, x in got._asdict().items():
-            grouped = x.shape[2] == SHAPE["kv_heads"]
-            others = np.ones((x.shape[0], x.shape[2]), bool)
-            others[batch, kv_head if grouped else slice(2 * kv_head, 2 * kv_head + 2)] = False
-            # [B, time, N, ...] -> what other batches and heads hold.
-            before, after = (np.asarray(y).swapaxes(1, 2)[others] for y in (getattr(clean, field), x))
-            assert np.isfinite(after).all(), field
-            assert_bitwise(after, before)
+        assert_others_untouched(clean, got, batch, kv_head)
+
+
+def test_not_finite_under_masks_stays_in_its_head(implementation):
+    clean = make_inputs(70, 70, batch=2, heads=4, kv_heads=2, depth=16)
+    ids = jnp.arange(70)[None, :] // jnp.array([[40], [20]])
+    options = dict(
+        mask=(normal(5, 2, 1, 70, 70) > -0.5) | jnp.eye(70, dtype=bool)[None, None],
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        key_value_seq_lengths=jnp.array([66, 70]),
+        local_window_size=30,
+    )
+
+    def run(inputs):
+        return without_empty_rows(attend_and_grads(implementation, *inputs, **options))
+
+    expected = run(clean)
+    for name in ("nan-query", "inf-key", "nan-value", "nan-cotangent"):
+        operand, index, number = BAD[name]
+        bad = list(clean)
+        bad[operand] = bad[operand].at[index].set(number)
+        got = run(bad)
+        assert not all(np.isfinite(as_float64(getattr(got, field))).all() for field in ("out", *GRADS)), name
+        assert_others_untouched(expected, got, index[0], index[2] if operand in (1, 2) else index[2] // 2)
 
 
 def test_inputs_are_not_written_to(implementation):
-    inputs = [np.array(x) for x in make()]
-    before = [x.copy() for x in inputs]
-    forward_and_backward(implementation)(*inputs)
+    # Arrays of the device, in 16 bits and whole tiles: padded, cast or moved there, the kernels would get copies.
+    inputs = make_inputs(2 * LENGTH_MULTIPLE, LENGTH_MULTIPLE, batch=1, heads=2, kv_heads=1, dtype=jnp.bfloat16)
+    before = [jnp.copy(x) for x in inputs]
+    jax.block_until_ready(forward_and_backward(implementation)(*inputs))
     assert_bitwise(inputs, before)

@@ -47,9 +47,36 @@ def both_passes(implementation, **options):
     return run
 
 
+def masked_inputs(bias_shape=(1, 4, 70, 66)):
+    """query, key, value, dout, and segment ids, a bias and a mask."""
+    segments = jnp.arange(70)[None, :] // jnp.array([[70], [30], [25], [20]])
+    return *inputs(), segments, normal(9, *bias_shape), normal(8, 4, 1, 1, 66) > -1
+
+
+def masked_both_passes(implementation):
+    """The arrays of masked_inputs() -> output and the gradients of query, key, value and bias."""
+
+    def run(query, key, value, dout, segments, bias, mask):
+        with using(implementation) as name:
+
+            def call(query, key, value, bias):
+                ids = dict(query_segment_ids=segments, key_value_segment_ids=segments[:, :66])
+                return attention(query, key, value, bias, mask, implementation=name, **ids)
+
+            out, vjp = jax.vjp(call, query, key, value, bias)
+            return out, *vjp(dout)
+
+    return run
+
+
 @functools.cache
 def on_one_device(implementation):
     return jax.jit(both_passes(implementation))(*inputs())
+
+
+@functools.cache
+def masked_on_one_device(implementation, bias_shape=(1, 4, 70, 66)):
+    return jax.jit(masked_both_passes(implementation))(*masked_inputs(bias_shape))
 
 
 def compile_for(mesh, function, arrays, specs):
@@ -129,24 +156,6 @@ class TestPlainJit:
 class TestMasks:
     """Masks lie where batch and heads do; a bias that devices share gets its gradient from all of them."""
 
-    def arrays(self, bias_shape=(1, 4, 70, 66)):
-        query, key, value, dout = inputs()
-        segments = jnp.arange(70)[None, :] // jnp.array([[70], [30], [25], [20]])
-        return query, key, value, dout, segments, normal(9, *bias_shape), normal(8, 4, 1, 1, 66) > -1
-
-    def run(self, implementation):
-        def both(query, key, value, dout, segments, bias, mask):
-            with using(implementation) as name:
-
-                def call(query, key, value, bias):
-                    ids = dict(query_segment_ids=segments, key_value_segment_ids=segments[:, :66])
-                    return attention(query, key, value, bias, mask, implementation=name, **ids)
-
-                out, vjp = jax.vjp(call, query, key, value, bias)
-                return out, *vjp(dout)
-
-        return both
-
     @pytest.mark.parametrize("kind", ["auto", pytest.param("explicit", marks=pytest.mark.slow)])
     def test_agree_with_one_device(self, cpu_implementation, kind):
         self.check(cpu_implementation, kind, (1, 4, 70, 66), P(None, "y"))
@@ -158,13 +167,19 @@ class TestMasks:
         self.check("triton-interpreted", kind, shape, spec)
 
     def check(self, implementation, kind, shape, spec):
-        split, arrays = P("x", None, "y"), self.arrays(shape)
-        compiled, got = compile_for(
-            make_mesh(kind), self.run(implementation), arrays, (*[split] * 4, P("x"), spec, P("x"))
-        )
+        specs = *[P("x", None, "y")] * 4, P("x"), spec, P("x")
+        compiled, got = compile_for(make_mesh(kind), masked_both_passes(implementation), masked_inputs(shape), specs)
         # With explicit axes ids and masks of keys are wanted whole, for a search.
         assert not [line for line in collectives(compiled) if not re.search(r"all-reduce|(s32|pred)\[4,\d+\]", line)]
-        assert_close(got, jax.jit(self.run(implementation))(*arrays), 1e-5)
+        assert_close(got, masked_on_one_device(implementation, shape), 1e-5)
+
+    def test_in_a_checked_shard_map(self):
+        # The bias is every row's of devices, so that its gradient is the sum over them.
+        split = P("x", None, "y")
+        specs = *[split] * 4, P("x"), P(None, "y"), P("x")
+        outputs = *[split] * 4, P(None, "y")
+        run = jax.shard_map(masked_both_passes("xla"), mesh=make_mesh(), in_specs=specs, out_specs=outputs)
+        assert_close(jax.jit(run)(*masked_inputs()), masked_on_one_device("xla"), 1e-5)
 
 
 @multi_device

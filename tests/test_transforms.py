@@ -10,6 +10,7 @@ from helpers import (
     as_float64,
     assert_bitwise,
     assert_usable,
+    attend_and_grads,
     cosine,
     count_kernels,
     exact,
@@ -126,6 +127,21 @@ class TestVmap:
             for name, expected in run(*at)._asdict().items():
                 assert relative_error(getattr(got, name)[i], expected) <= 1e-6, name
 
+    def test_of_bias_and_lengths(self):
+        inputs = make_inputs(17, 19, batch=1, heads=2, kv_heads=1, depth=16)
+        bias, lengths = normal(9, 2, 1, 2, 17, 19), jnp.array([[7], [19]])
+
+        def run(bias, lengths):
+            options = dict(bias=bias, key_value_seq_lengths=lengths)
+            return attend_and_grads("triton-interpreted", *inputs, **options)
+
+        with using("triton-interpreted"):
+            got = jax.vmap(run)(bias, lengths)
+        for i in range(2):
+            expected = exact(*inputs, bias=bias[i], key_value_seq_lengths=lengths[i])
+            for name, x in expected._asdict().items():
+                assert relative_error(getattr(got, name)[i], x) <= 0.04, name
+
     def test_nested(self, cpu_implementation):
         if cpu_implementation == "xla" and tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11):
             pytest.skip("XLA of jax 0.10 crashes on a CPU, in products with this many batch axes")
@@ -152,12 +168,12 @@ class TestVmap:
 LAYERS = 3
 
 
-def stacked(implementation, wrap):
+def stacked(implementation, wrap, **options):
     """Gradient of LAYERS residual attention layers in a row."""
 
     def layer(x, key, value):
         with using(implementation) as name:
-            return x + attention(x, key, value, implementation=name, is_causal=True)
+            return x + attention(x, key, value, implementation=name, is_causal=True, **options)
 
     def loss(x, keys, values):
         for i in range(LAYERS):
@@ -180,14 +196,20 @@ class TestCheckpoint:
         x = normal(0, 1, 66, 2, 32)
         return x, normal(1, LAYERS, 1, 66, 1, 32), normal(2, LAYERS, 1, 66, 1, 32)
 
+    @pytest.mark.parametrize("masks", ["none", "bias-and-mask", "segments-and-window"])
     @pytest.mark.parametrize("name", CHECKPOINTS)
-    def test_forward_kernels(self, name):
+    def test_forward_kernels(self, name, masks):
         wrap, expected = CHECKPOINTS[name]
-        assert self.count(wrap, "sagebwd_forward") == expected
+        options = {
+            "none": {},
+            "bias-and-mask": dict(bias=normal(3, 1, 2, 66, 66), mask=normal(4, 1, 1, 66, 66) > -0.5),
+            "segments-and-window": dict(query_segment_ids=jnp.arange(66)[None] // 40, local_window_size=20),
+        }
+        assert self.count(wrap, "sagebwd_forward", **options[masks]) == expected
 
-    def count(self, wrap, name):
+    def count(self, wrap, name, **options):
         with using("triton-interpreted"):
-            return count_kernels(stacked("triton-interpreted", wrap), *self.inputs(), name=name)
+            return count_kernels(stacked("triton-interpreted", wrap, **options), *self.inputs(), name=name)
 
     @pytest.mark.parametrize("name", ["nothing-saved", "residuals-saved"])
     def test_gradients_are_bitwise_equal(self, cpu_implementation, name):
