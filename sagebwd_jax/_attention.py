@@ -108,16 +108,18 @@ def attention(
         window=window,
     )
     out, lse = _attend(query, key, value, scale, visibility, spec)
-    out, lse = (out, lse) if batched else (out[0], lse[0])
-    return (out, lse) if return_residual else out
+    if not batched:
+        out, lse = out[0], None if lse is None else lse[0]
+    return out if lse is None else (out, lse)
 
 
 def _attend(query, key, value, scale, visibility, spec):
-    """Pad to canonical form, call the core, and cut off the padding."""
+    """Pad to canonical form, call the core, and cut off the padding; no log-sum-exp where none is wanted."""
     batch, queries, heads, depth = query.shape
     keys = key.shape[1]
     if query.size == 0 or keys == 0:
-        return jnp.zeros_like(query), jnp.full((batch, queries, heads), -jnp.inf, jnp.float32)
+        lse = jnp.full((batch, queries, heads), -jnp.inf, jnp.float32) if spec.differentiates_lse else None
+        return jnp.zeros_like(query), lse
     if scale is None:
         scale = depth**-0.5
     elif not isinstance(scale, numbers.Real):
@@ -136,14 +138,24 @@ def _attend(query, key, value, scale, visibility, spec):
         sees_nothing = lse >= steps.NO_QUERY / 2
         # They are 0 already; this keeps cotangents of such rows, NaN at times, out of the backward pass.
         out = jnp.where(sees_nothing.swapaxes(1, 2)[..., None], jnp.zeros((), out.dtype), out)
+    out = out[:, :queries, :, :depth]
+    if not spec.differentiates_lse:
+        return out, None
     lse = lse / steps.LOG2_E
-    if spec.differentiates_lse and spec.config.smooth_k:
+    if spec.config.smooth_k:
         # Smoothing took this from INT8 logits; 16-bit logits kept it, but dQ is made from smoothed keys all the same.
         taken = mean_logits(query, key, visibility, spec)
         lse = lse + (taken if spec.uses_int8("qk") else taken - jax.lax.stop_gradient(taken))
+    lse = lse.swapaxes(1, 2)[:, :queries]
     if sees_nothing is not None:
-        lse = jnp.where(sees_nothing, -jnp.inf, lse)
-    return out[:, :queries, :, :depth], lse.swapaxes(1, 2)[:, :queries]
+        lse = _no_lse_where(sees_nothing.swapaxes(1, 2)[:, :queries], lse)
+    return out, lse
+
+
+@jax.jit
+def _no_lse_where(sees_nothing, lse):
+    """-inf there. Compiled, as `jax.debug_infs` finds the constant itself where each operation runs by itself."""
+    return jnp.where(sees_nothing, -jnp.inf, lse)
 
 
 def _pad(x):

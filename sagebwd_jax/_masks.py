@@ -12,6 +12,8 @@ from sagebwd_jax import _segments, _sharding
 from sagebwd_jax._config import LENGTH_MULTIPLE
 
 BIAS_DTYPES = ("bfloat16", "float16", "float32")
+# A bias that hides, and stays finite in base 2, as float32's least does not: `jax.debug_infs` finds infinities.
+_HIDDEN = dict(bfloat16=-2e20, float16=-65504.0, float32=-2e20)
 Window = tuple[int | None, int | None]
 
 
@@ -95,7 +97,7 @@ def canonical(
         query_segments=query_segments,
         key_segments=key_segments,
         mask=None if mask is None else _pad_scores(_with_an_axis(mask, sizes).astype(jnp.int8), 0),
-        bias=None if bias is None else _pad_scores(_with_an_axis(bias, sizes), -jnp.inf),
+        bias=None if bias is None else _pad_scores(_with_an_axis(bias, sizes), _HIDDEN[bias.dtype.name]),
     )
     given = jax.tree.leaves(visibility) or window != (None, None)
     return window, visibility if given else None
