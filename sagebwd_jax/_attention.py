@@ -5,6 +5,7 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels import launch, steps
@@ -50,7 +51,7 @@ def attention(
         at or below -1e20, or float16's least, hides the key as a mask would. Its gradient is made only where it is
         asked for, and costs the float32 scores [B, N, T, S] ("triton").
       mask: boolean, False hides a key from a query; any shape that broadcasts to [B, N, T, S].
-      scale: of the logits; 1/sqrt(H) if None. An array is multiplied into `query` first.
+      scale: of the logits, a real number; 1/sqrt(H) if None. An array of one element is multiplied into `query` first.
       is_causal: query i sees keys 0..i, also where T and S differ (top-left, as in `jax.nn`): do not use it to decode
         one token against a cache.
       query_seq_lengths, key_value_seq_lengths: integers [B]; tokens from there on are padding, whatever they hold.
@@ -68,7 +69,8 @@ def attention(
 
     Raises:
       ValueError: shapes, mixed dtypes, a negative window, segment ids of one side alone, an unknown implementation.
-      TypeError: a dtype that is not accepted, a window that is not of ints, or a config that is not a SageConfig.
+      TypeError: a dtype that is not accepted, a window that is not of ints, a scale that is no real number, a flag that
+        is no bool, or a config that is not a SageConfig.
       NotImplementedError: an argument or size that is not supported yet, or "triton" without a GPU for it.
 
     Differs from the paper in the default scales, which are finer, and in delta = rowsum(dO O), for which O is not
@@ -78,6 +80,8 @@ def attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _check_dtypes(query, key, value)
     _check_shapes(query, key, value)
+    scale = _check_scale(scale)
+    is_causal, return_residual = _check_flag("is_causal", is_causal), _check_flag("return_residual", return_residual)
     implementation = _choose_implementation(implementation)
     config = SageConfig() if config is None else config
     if not isinstance(config, SageConfig):
@@ -99,7 +103,7 @@ def attention(
     )
     packed = query_segment_ids is not None
     spec = CallSpec(
-        is_causal=bool(is_causal),
+        is_causal=is_causal,
         scale=1.0,
         query_length=queries,
         key_length=key.shape[1],
@@ -110,21 +114,20 @@ def attention(
         packed=packed,
     )
     out, lse = _attend(query, key, value, scale, visibility, spec)
-    out, lse = (out, lse) if batched else (out[0], lse[0])
-    return (out, lse) if return_residual else out
+    if not batched:
+        out, lse = out[0], None if lse is None else lse[0]
+    return out if lse is None else (out, lse)
 
 
 def _attend(query, key, value, scale, visibility, spec):
-    """Pad to canonical form, call the core, and cut off the padding."""
+    """Pad to canonical form, call the core, and cut off the padding; no log-sum-exp where none is wanted."""
     batch, queries, heads, depth = query.shape
     keys = key.shape[1]
     if query.size == 0 or keys == 0:
-        return jnp.zeros_like(query), jnp.full((batch, queries, heads), -jnp.inf, jnp.float32)
-    if scale is None:
-        scale = depth**-0.5
-    elif not isinstance(scale, numbers.Real):
-        query, scale = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
-    spec = dataclasses.replace(spec, scale=float(scale))
+        lse = jnp.full((batch, queries, heads), -jnp.inf, jnp.float32) if spec.differentiates_lse else None
+        return jnp.zeros_like(query), lse
+    query, scale = _apply_scale(query, scale)
+    spec = dataclasses.replace(spec, scale=scale)
     query, key, value = (_pad(x) for x in _sharding.align(query, key, value))
     sees_nothing = None
     if visibility is None:
@@ -138,14 +141,24 @@ def _attend(query, key, value, scale, visibility, spec):
         sees_nothing = lse >= steps.NO_QUERY / 2
         # They are 0 already; this keeps cotangents of such rows, NaN at times, out of the backward pass.
         out = jnp.where(sees_nothing.swapaxes(1, 2)[..., None], jnp.zeros((), out.dtype), out)
+    out = out[:, :queries, :, :depth]
+    if not spec.differentiates_lse:
+        return out, None
     lse = lse / steps.LOG2_E
-    if spec.differentiates_lse and spec.config.smooth_k:
+    if spec.config.smooth_k:
         # Smoothing took this from INT8 logits; 16-bit logits kept it, but dQ is made from smoothed keys all the same.
         taken = mean_logits(query, key, visibility, spec)
         lse = lse + (taken if spec.uses_int8("qk") else taken - jax.lax.stop_gradient(taken))
+    lse = lse.swapaxes(1, 2)[:, :queries]
     if sees_nothing is not None:
-        lse = jnp.where(sees_nothing, -jnp.inf, lse)
-    return out[:, :queries, :, :depth], lse.swapaxes(1, 2)[:, :queries]
+        lse = _no_lse_where(sees_nothing.swapaxes(1, 2)[:, :queries], lse)
+    return out, lse
+
+
+@jax.jit
+def _no_lse_where(sees_nothing, lse):
+    """-inf there. Compiled, as `jax.debug_infs` finds the constant itself where each operation runs by itself."""
+    return jnp.where(sees_nothing, -jnp.inf, lse)
 
 
 def _pad(x):
@@ -183,6 +196,43 @@ def _check_shapes(query, key, value):
         raise ValueError(f"query's heads must be a multiple of key's: got {heads} and {kv_heads}")
     if not 1 <= query.shape[-1] <= MAX_HEAD_DIM:
         raise NotImplementedError(f"head dim {query.shape[-1]}: accepted are 1 to {MAX_HEAD_DIM}")
+
+
+def _check_scale(scale):
+    """None, a float, or a float32 array without axes."""
+    if scale is None:
+        return None
+    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        return float(scale)
+    accepted = "accepted is a real number, also in an array of one element"
+    try:
+        # These would become arrays, or warn.
+        array = None if isinstance(scale, bool | complex | str | bytes) else jnp.asarray(scale)
+    except (TypeError, ValueError):
+        array = None
+    if array is None:
+        raise TypeError(f"scale={scale!r} is a {type(scale).__name__}: {accepted}")
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(f"scale has dtype {array.dtype.name}: {accepted}")
+    if array.size != 1:
+        raise ValueError(f"scale has shape {array.shape}: {accepted}")
+    return array.reshape(()).astype(jnp.float32)
+
+
+def _apply_scale(query, scale):
+    """The query and the number that is left to multiply the logits by: an array goes into the query."""
+    if scale is None or isinstance(scale, float):
+        return query, query.shape[-1] ** -0.5 if scale is None else scale
+    return (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+
+
+def _check_flag(name, flag):
+    """A bool."""
+    if not isinstance(flag, bool | np.bool):
+        raise TypeError(
+            f"{name}={flag!r} is a {type(flag).__name__}: accepted is a bool, known when the call is traced"
+        )
+    return bool(flag)
 
 
 def _choose_implementation(implementation):

@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int8, Int32
 
 from sagebwd_jax import _segments, _sharding
 from sagebwd_jax._config import LENGTH_MULTIPLE
 
 BIAS_DTYPES = ("bfloat16", "float16", "float32")
+# A bias that hides, and stays finite in base 2, as float32's least does not: `jax.debug_infs` finds infinities.
+_HIDDEN = dict(bfloat16=-2e20, float16=-65504.0, float32=-2e20)
 Window = tuple[int | None, int | None]
 
 
@@ -64,14 +67,19 @@ def canonical(
     window = _check_window(local_window_size, sizes)
     bias = _check_scores_operand("bias", bias, BIAS_DTYPES, sizes)
     mask = _check_scores_operand("mask", mask, ("bool",), sizes)
-    query_lengths = _check_lengths("query_seq_lengths", query_seq_lengths, sizes)
-    key_lengths = _check_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes)
-    query_ids, key_ids = _check_segments(query_segment_ids, key_value_segment_ids, sizes)
+    query_lengths = _check_lengths("query_seq_lengths", query_seq_lengths, sizes.queries, sizes)
+    key_lengths = _check_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes.keys, sizes)
+    ids = _check_segments(query_segment_ids, key_value_segment_ids, sizes)
 
     if 0 in (sizes.batch, sizes.queries, sizes.keys, sizes.heads):
         return window, None
     query_counts = _within(query_lengths, sizes.queries)
     key_counts = _within(key_lengths, sizes.keys)
+    query_ids = key_ids = None
+    if ids is not None:
+        (query_ids, key_ids), (query_shared, key_shared) = _segments.in_one_dtype(*ids)
+        if query_shared is not None:
+            query_counts, key_counts = _both(query_counts, query_shared), _both(key_counts, key_shared)
     if mask is not None and mask.shape[1] == 1 and 1 in mask.shape[2:]:
         # The same for all heads and for all queries or keys: padding, which costs nothing where it is known as such.
         if mask.shape[2] == 1:
@@ -95,7 +103,7 @@ def canonical(
         query_segments=query_segments,
         key_segments=key_segments,
         mask=None if mask is None else _pad_scores(_with_an_axis(mask, sizes).astype(jnp.int8), 0),
-        bias=None if bias is None else _pad_scores(_with_an_axis(bias, sizes), -jnp.inf),
+        bias=None if bias is None else _pad_scores(_with_an_axis(bias, sizes), _HIDDEN[bias.dtype.name]),
     )
     given = jax.tree.leaves(visibility) or window != (None, None)
     return window, visibility if given else None
@@ -166,27 +174,30 @@ def _check_scores_operand(name, x, dtypes, sizes):
 
 
 def _check_integers(name, x) -> Any:
-    """An array of integers as int32."""
-    x = jnp.asarray(x)
+    """An array of integers; one of NumPy stays that, since JAX may keep but 32 of its 64 bits."""
+    x = np.asarray(x) if isinstance(x, np.ndarray | np.generic | int) else jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype.name}: accepted are integers")
-    return x.astype(jnp.int32)
+    return x
 
 
-def _check_lengths(name, lengths, sizes):
-    """[B] integers."""
+def _check_lengths(name, lengths, time, sizes):
+    """[B] int32."""
     if lengths is None:
         return None
     lengths = _check_integers(name, lengths)
     if lengths.shape != (sizes.batch,) and (sizes.batched or lengths.shape != ()):
         raise ValueError(f"{name} has shape {lengths.shape}: accepted is [B] = {(sizes.batch,)}")
-    return lengths.reshape(sizes.batch)
+    if jnp.iinfo(lengths.dtype).max > jnp.iinfo(jnp.int32).max:
+        # Else a length of 2^32 + 3 would be one of 3.
+        lengths = lengths.clip(0, time)
+    return jnp.asarray(lengths.astype(jnp.int32)).reshape(sizes.batch)
 
 
 def _check_segments(query_ids, key_ids, sizes):
-    """Both [B, time] integers, or both None; queries' alone are also the keys' where these are as many."""
+    """Both [B, time] integers, or None; queries' alone are also the keys' where these are as many."""
     if query_ids is None and key_ids is None:
-        return None, None
+        return None
     if key_ids is None and sizes.queries == sizes.keys:
         key_ids = query_ids
     if query_ids is None or key_ids is None:

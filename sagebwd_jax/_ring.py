@@ -1,7 +1,6 @@
 """Ring attention: the sequence is sharded over devices, and keys and values travel around them."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 
 import jax
@@ -54,6 +53,8 @@ def ring_attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _attention._check_dtypes(query, key, value)
     _attention._check_shapes(query, key, value)
+    scale = _attention._check_scale(scale)
+    is_causal = _attention._check_flag("is_causal", is_causal)
     implementation = _attention._choose_implementation(implementation)
     config = SageConfig() if config is None else config
     if not isinstance(config, SageConfig):
@@ -71,13 +72,9 @@ def ring_attention(
         ) from error
     if query.size == 0 or keys == 0:
         return jnp.zeros_like(query)
-    factor = depth**-0.5
-    if isinstance(scale, numbers.Real):
-        factor = float(scale)
-    elif scale is not None:
-        query, factor = (query.astype(jnp.float32) * scale).astype(query.dtype), 1.0
+    query, factor = _attention._apply_scale(query, scale)
     spec = CallSpec(
-        is_causal=bool(is_causal),
+        is_causal=is_causal,
         scale=factor,
         query_length=queries,
         key_length=keys,

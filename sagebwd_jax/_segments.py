@@ -7,6 +7,7 @@ query's, LONE_KEY a key's.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
@@ -15,6 +16,40 @@ from pallas_kernels import steps
 # Unequal, so that neither sees the other.
 LONE_QUERY = -1
 LONE_KEY = -2
+
+
+def in_one_dtype(query_ids, key_ids):
+    """Ids of any integer dtypes, of JAX or NumPy, in one signed dtype, and which of them count, None where all do.
+
+    Ids are equal where the given ones are. One that the other side's dtype does not hold is none of the other side's,
+    so its token counts for nothing, and those that are left fit in either dtype.
+    """
+    ids = [_narrow_by_value(x) for x in (query_ids, key_ids)]
+    limits, int32 = [jnp.iinfo(x.dtype) for x in ids], jnp.iinfo(jnp.int32)
+    if all(int32.min <= limit.min and limit.max <= int32.max for limit in limits):
+        return [jnp.asarray(x.astype(jnp.int32)) for x in ids], (None, None)
+    shared = None, None
+    if ids[0].dtype != ids[1].dtype:
+        low, high = max(limit.min for limit in limits), min(limit.max for limit in limits)
+        shared = [jnp.asarray((x >= np.asarray(low, x.dtype)) & (x <= np.asarray(high, x.dtype))) for x in ids]
+    dtype = min((x.dtype for x in ids), key=lambda dtype: jnp.iinfo(dtype).max)
+    ids = [x.astype(dtype) for x in ids]
+    if all(isinstance(x, np.ndarray) for x in ids):
+        # Their ranks, as JAX may not have 64 bits.
+        _, ranks = np.unique(np.concatenate([x.ravel() for x in ids]), return_inverse=True)
+        parts = np.split(ranks.astype(np.int32), [ids[0].size])
+        return [jnp.asarray(part.reshape(x.shape)) for part, x in zip(parts, ids, strict=True)], shared
+    if jnp.iinfo(dtype).max <= int32.max:
+        return [jnp.asarray(x).astype(jnp.int32) for x in ids], shared
+    # The same bits: it only matters which are equal.
+    return [jnp.asarray(x).view(f"int{8 * dtype.itemsize}") for x in ids], shared
+
+
+def _narrow_by_value(ids):
+    """NumPy's ids as int32 where they fit."""
+    int32 = np.iinfo(np.int32)
+    fit = isinstance(ids, np.ndarray) and ids.size and ids.min() >= int32.min and ids.max() <= int32.max
+    return ids.astype(np.int32) if fit else ids
 
 
 def canonical_segments(

@@ -91,6 +91,20 @@ REFUSED = {
         ["implementation", "'cudnn'", "None, 'triton', 'xla'"],
     ),
     "config": (dict(config="mixed"), TypeError, ["config", "'mixed'", "str", "SageConfig"]),
+    "complex scale": (dict(scale=1j), TypeError, ["scale", "complex", "a real number"]),
+    "complex array as scale": (dict(scale=zeros(dtype=jnp.complex64)), TypeError, ["scale", "complex64", "real"]),
+    "word as scale": (dict(scale="a"), TypeError, ["scale='a'", "str", "a real number"]),
+    "boolean scale": (dict(scale=True), TypeError, ["scale=True", "bool", "a real number"]),
+    "boolean array as scale": (dict(scale=zeros(dtype=bool)), TypeError, ["scale", "bool", "a real number"]),
+    "scale of each channel": (dict(scale=zeros(H)), ValueError, ["scale", r"\(16,\)", "one element"]),
+    "scale of rank 5": (dict(scale=zeros(3, B, T, N, H)), ValueError, ["scale", r"\(3, 2, 5, 6, 16\)", "one element"]),
+    "no scale at all": (dict(scale=zeros(0)), ValueError, ["scale", r"\(0,\)", "one element"]),
+    "numbers as scale": (dict(scale=[0.5, 0.5]), ValueError, ["scale", r"\(2,\)", "one element"]),
+    "word as is_causal": (dict(is_causal="no"), TypeError, ["is_causal='no'", "str", "a bool"]),
+    "array as is_causal": (dict(is_causal=zeros(T, dtype=bool)), TypeError, ["is_causal", "Array", "a bool"]),
+    "number as is_causal": (dict(is_causal=1), TypeError, ["is_causal=1", "int", "a bool"]),
+    "None as is_causal": (dict(is_causal=None), TypeError, ["is_causal=None", "NoneType", "a bool"]),
+    "word as return_residual": (dict(return_residual="no"), TypeError, ["return_residual='no'", "str", "a bool"]),
     "mask of integers": (dict(mask=zeros(B, 1, T, S, dtype=jnp.int32)), TypeError, ["mask", "int32", "bool"]),
     "mask of floats": (dict(mask=zeros(T, S)), TypeError, ["mask", "float32", "bool"]),
     "mask of other keys": (
@@ -185,6 +199,26 @@ def test_parameters_are_those_of_jax():
     assert set(ours) - set(theirs) <= {"config", "query_segment_ids", "key_value_segment_ids"}
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+def test_scale_is_checked_where_nothing_is_attended_to():
+    with pytest.raises(TypeError, match="scale='a'"):
+        attention(*(x[:, :0] for x in make().values()), scale="a", implementation="xla")
+
+
+def test_traced_flags_are_refused():
+    x = make()
+    with pytest.raises(TypeError, match="is_causal.*a bool, known when the call is traced"):
+        jax.jit(lambda is_causal: attention(**x, is_causal=is_causal, implementation="xla"))(True)
+
+
+def test_numpy_flags_are_bools():
+    x = make()
+    traced = [
+        jax.make_jaxpr(lambda x, flag=flag: attention(**x, is_causal=flag, return_residual=flag))(x)
+        for flag in (True, np.True_)
+    ]
+    assert str(traced[0]) == str(traced[1])
 
 
 def test_float64_is_refused():

@@ -21,7 +21,7 @@ from helpers import (
     without_empty_rows,
 )
 
-from sagebwd_jax import SageConfig, attention
+from sagebwd_jax import SageConfig, _masks, attention
 
 # As in test_against_oracle.py: sums in another order.
 BOUNDS = {
@@ -231,6 +231,42 @@ def test_a_sequence_without_keys(implementation):
     for x in (got.out, got.dq, got.dk, got.dv):
         assert not x[1].any() and jnp.isfinite(x).all() and x[0].any()
     assert (got.lse[1] == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("x64", "make", "kind", "values"),
+    [
+        (True, jnp.asarray, "int64", [2**32 + 3, 2**63 - 1, -(2**32) + 3, 7, 0]),
+        (True, jnp.asarray, "uint64", [2**32 + 3, 2**64 - 1, 2**63, 7, 0]),
+        (False, jnp.asarray, "uint32", [2**32 - 1, 2**31, 20, 7, 0]),
+        (False, jnp.asarray, "int32", [2**31 - 1, -(2**31), -1, 7, 0]),
+        (False, jnp.asarray, "int8", [127, -128, -1, 7, 0]),
+        (False, np.asarray, "int64", [2**32 + 3, 2**63 - 1, -(2**32) + 3, 7, 0]),
+        (False, np.asarray, "uint64", [2**32 + 3, 2**64 - 1, 2**63, 7, 0]),
+    ],
+    ids=lambda x: x.__module__.split(".")[0] if callable(x) else "" if isinstance(x, list) else str(x),
+)
+def test_lengths_of_any_integers(x64, make, kind, values, jit):
+    # Below 0 is 0, above T or S is all.
+    with jax.enable_x64(x64):
+        given = make(np.array(values, kind))
+
+        def count(x=given):
+            sizes = _masks.Sizes(batch=5, queries=20, keys=20, heads=1, batched=True)
+            return _masks._within(_masks._check_lengths("name", x, 20, sizes), 20).sum(1)
+
+        got = count() if not jit else jax.jit(count)() if make is np.asarray else jax.jit(count)(given)
+    assert got.tolist() == [min(max(x, 0), 20) for x in values]
+
+
+def test_long_lengths_are_all():
+    q, k, v, _ = make_inputs(20, 20, heads=1, kv_heads=1, depth=16)
+    call = functools.partial(attention, q, k, v, implementation="xla")
+    for wide in (np.array([2**32 + 3, 7]), np.array([2**32 - 1, 7], np.uint32), jnp.array([2**32 - 1, 7], jnp.uint32)):
+        assert_bitwise(call(key_value_seq_lengths=wide), call(key_value_seq_lengths=lengths(20, 7)))
+    alone = functools.partial(attention, q[0], k[0], v[0], implementation="xla")
+    assert_bitwise(alone(key_value_seq_lengths=2**40 + 3), alone(key_value_seq_lengths=20))
 
 
 @pytest.mark.parametrize(("queries", "keys", "window", "is_causal"), [(9, 9, (2, 1), False), (5, 12, 3, True)])

@@ -123,6 +123,25 @@ class TestExport:
             assert_bitwise(loaded.call(*inputs), function(*inputs))
 
 
+# One of each argument that hides keys, for 17 queries and 9 keys; every query sees some.
+SEEN_BY_ALL_QUERIES: dict[str, dict] = {
+    "none": {},
+    "window": dict(local_window_size=(16, 3)),
+    "lengths": dict(query_seq_lengths=np.array([17]), key_value_seq_lengths=np.array([5])),
+    "segments": dict(
+        query_segment_ids=np.array([[4] * 4 + [7] * 13]), key_value_segment_ids=np.array([[4] * 4 + [7] * 5])
+    ),
+    "mask of keys": dict(mask=np.arange(9)[None, None, None] < 6),
+    "mask that hides nothing": dict(mask=np.ones((17, 9), bool)),
+    "bias": dict(bias=normal(5, 1, 2, 17, 9)),
+    "bias of float16": dict(bias=normal(5, 17, 9, dtype=jnp.float16).at[:, 1].set(jnp.finfo(jnp.float16).min)),
+    "bias that hides": dict(bias=jnp.zeros((17, 9)).at[:, 1].set(jnp.finfo(jnp.float32).min)),
+}
+SEEN_BY_ALL_QUERIES["all"] = functools.reduce(
+    lambda a, b: a | SEEN_BY_ALL_QUERIES[b], ("window", "lengths", "segments", "bias"), dict(mask=np.tri(17, 9) > 0)
+)
+
+
 class TestModes:
     def test_64_bits_of_jax_change_no_dtype(self, cpu_implementation):
         inputs = [np.asarray(x) for x in make_inputs(66, 70, depth=32)]
@@ -148,14 +167,45 @@ class TestModes:
         assert {x.dtype.name for x in got} == {"float32"}
         assert_usable(got, exact(*inputs, **options, local_window_size=20))
 
-    @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-    def test_checks_find_nothing(self, cpu_implementation, jit):
+    @pytest.mark.parametrize(
+        ("options", "how"), [*((name, "eager") for name in SEEN_BY_ALL_QUERIES), ("none", "jit"), ("all", "jit")]
+    )
+    def test_checks_find_nothing(self, options, how):
+        self.check("xla", how == "jit", **SEEN_BY_ALL_QUERIES[options])
+
+    @pytest.mark.parametrize(("options", "how"), [("none", "jit"), ("all", "eager")])
+    def test_checks_find_nothing_in_the_kernels(self, options, how):
+        self.check("triton-interpreted", how == "jit", **SEEN_BY_ALL_QUERIES[options])
+
+    def check(self, implementation, jit, bias=None, **options):
         # Masked scores are -inf inside, the sums of padding 0: none of it may show.
         *inputs, _ = make_inputs(17, 9, batch=1, heads=2, kv_heads=1, depth=16)
-        gradients = jax.value_and_grad(functools.partial(loss, implementation=cpu_implementation, is_causal=True))
-        with jax.debug_nans(True), jax.debug_infs(True):
-            value, _ = (jax.jit(gradients) if jit else gradients)(*inputs)
+        with using(implementation) as name, jax.debug_nans(True), jax.debug_infs(True):
+            options |= dict(implementation=name, is_causal=True, return_residual=True)
+
+            def total(query, key, value, bias):
+                out, lse = attention(query, key, value, bias, **options)
+                return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+
+            gradients = jax.value_and_grad(total, argnums=(0, 1, 2) if bias is None else (0, 1, 2, 3))
+            value, _ = (jax.jit(gradients) if jit else gradients)(*inputs, bias)
         assert jnp.isfinite(value)
+
+    def test_checks_find_only_the_log_sum_exp_of_a_query_that_sees_no_key(self):
+        # Which is -inf, so that a check for it cannot pass.
+        q, k, v, _ = make_inputs(17, 9, batch=1, heads=2, kv_heads=1, depth=16)
+        call = functools.partial(attention, q, k, v, implementation="xla", mask=np.arange(17)[:, None] != 3)
+        with jax.debug_nans(True), jax.debug_infs(True):
+            assert jnp.isfinite(call()).all()
+            with pytest.raises(FloatingPointError):
+                call(return_residual=True)
+        assert (jnp.isneginf(call(return_residual=True)[1]) == (np.arange(17) == 3)[None, :, None]).all()
+
+    @pytest.mark.parametrize("queries", [0, 2])
+    def test_checks_find_nothing_where_there_is_nothing(self, queries):
+        q, k, v, _ = make_inputs(queries, 0, batch=1, heads=2, kv_heads=1, depth=16)
+        with jax.debug_infs(True):
+            assert not attention(q, k, v, implementation="xla").any()
 
     def test_checks_find_a_nan(self):
         q, k, v, _ = make_inputs(17, 9, batch=1, heads=2, kv_heads=1, depth=16)

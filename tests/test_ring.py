@@ -171,6 +171,10 @@ class TestRefusals:
             ring_attention(q, *(jnp.concatenate([x, x]) for x in (k, v)), axis_name="seq")
         with pytest.raises(TypeError, match="config='mixed'"):
             ring_attention(q, k, v, axis_name="seq", config="mixed")
+        with pytest.raises(TypeError, match="scale='a' is a str"):
+            ring_attention(q, k, v, axis_name="seq", scale="a")
+        with pytest.raises(TypeError, match="is_causal='no' is a str"):
+            ring_attention(q, k, v, axis_name="seq", is_causal="no")
         with pytest.raises(TypeError, match="mask"):
             ring_attention(q, k, v, axis_name="seq", mask=normal(0, 1, 1, 64, 64) > 0)
 

@@ -15,7 +15,7 @@ from helpers import (
     relative_error,
 )
 
-from sagebwd_jax import _segments
+from sagebwd_jax import _masks, _segments, attention
 from sagebwd_jax.reference import Attended
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -102,6 +102,62 @@ def test_ids_may_be_any_integers_in_any_order(implementation):
     for name, x in mixed._asdict().items():
         if x is not None:
             assert relative_error(x, getattr(packed, name)[:, order]) <= 0.03, name
+
+
+WIDE = {
+    "int64 of JAX": (True, jnp.asarray, "int64", "int64", [5, 2**32 + 5, -(2**63), 2**63 - 1]),
+    "uint64 of JAX": (True, jnp.asarray, "uint64", "uint64", [5, 2**32 + 5, 2**63 + 5, 2**64 - 1]),
+    "int64 and uint64 of JAX": (True, jnp.asarray, "int64", "uint64", [5, 2**32 + 5, -1, -(2**63), 2**64 - 1, 2**63]),
+    "int64 and int8 of JAX": (True, jnp.asarray, "int64", "int8", [5, 2**32 + 5, 261, -1]),
+    "int32 and int64 of JAX": (True, jnp.asarray, "int32", "int64", [5, 2**32 + 5, -1, 2**32 - 1, 2**31 - 1]),
+    "uint32 of JAX": (False, jnp.asarray, "uint32", "uint32", [0, 5, 2**31, 2**31 + 5, 2**32 - 1]),
+    "uint32 and int32 of JAX": (False, jnp.asarray, "uint32", "int32", [0, 5, -1, 2**32 - 1, 2**31, -(2**31)]),
+    "int64 of NumPy": (False, np.asarray, "int64", "int64", [5, 2**32 + 5, -(2**63), 2**63 - 1, -1]),
+    "uint64 and int64 of NumPy": (False, np.asarray, "uint64", "int64", [5, 2**32 + 5, -1, -(2**63), 2**64 - 1, 2**63]),
+    "int64 and int32 of NumPy": (False, np.asarray, "int64", "int32", [5, 2**32 + 5, -1, 2**32 - 1]),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", WIDE)
+def test_ids_of_any_width_are_told_apart(name, jit):
+    # Ids of which 32 bits agree, or which are equal only as bits, are other ids.
+    x64, make, kind, key_kind, values = WIDE[name]
+    queries, keys = ([x for x in values if np.iinfo(k).min <= x <= np.iinfo(k).max] * 2 for k in (kind, key_kind))
+    with jax.enable_x64(x64):
+        ids, key_ids = make(np.array([queries], kind)), make(np.array([keys], key_kind))
+
+        def call(ids, key_ids):
+            _, visibility = _masks.canonical(
+                _masks.Sizes(batch=1, queries=len(queries), keys=len(keys), heads=1, batched=True),
+                **dict.fromkeys(("bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")),
+                query_segment_ids=ids,
+                key_value_segment_ids=key_ids,
+            )
+            return visibility.query_segments[0, : len(queries)], visibility.key_segments[0, : len(keys)]
+
+        if not jit:
+            got, got_keys = call(ids, key_ids)
+        elif make is np.asarray:
+            # As constants: an argument of jit is JAX's before attention sees it.
+            got, got_keys = jax.jit(lambda: call(ids, key_ids))()
+        else:
+            got, got_keys = jax.jit(call)(ids, key_ids)
+    same = [[a == b for b in keys] for a in queries]
+    assert ((np.asarray(got)[:, None] == np.asarray(got_keys)[None, :]) == same).all()
+    assert got.dtype == got_keys.dtype == jnp.int32
+
+
+def test_wide_ids_reach_the_scores():
+    q, k, v, _ = make_inputs(40, 40, batch=1, heads=1, kv_heads=1, depth=16)
+    ids = np.arange(40)[None] // 20
+    expected = attention(q, k, v, query_segment_ids=ids, implementation="xla")
+    assert_bitwise(attention(q, k, v, query_segment_ids=5 + ids * 2**32, implementation="xla"), expected)
+    # Keys of NumPy, of which half have an id that JAX's queries cannot have.
+    for kind, other in ((jnp.int32, 2**32), (jnp.uint32, 2**32), (jnp.uint32, -(2**32)), (jnp.uint32, -1)):
+        options = dict(query_segment_ids=jnp.asarray(ids, kind), key_value_segment_ids=np.where(ids == 1, other, 0))
+        got = attention(q, k, v, implementation="xla", **options)
+        assert got[:, :20].any() and not got[:, 20:].any()
 
 
 def test_gradient_of_the_log_sum_exp(implementation):

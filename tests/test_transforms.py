@@ -1,10 +1,12 @@
 """JAX's transformations: jit, grad, vmap, checkpoint, scan, jvp, eval_shape, and what is not recompiled."""
 
+import fractions
 import functools
 import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import (
     as_float64,
@@ -366,6 +368,31 @@ class TestScale:
         assert relative_error(got.dv, expected.dv) <= 0.05
         if not scale:
             assert not as_float64(got.dq).any() and not as_float64(got.dk).any()
+
+    @pytest.mark.parametrize(
+        "scale",
+        [
+            np.float64(0.5),
+            fractions.Fraction(1, 2),
+            np.array(0.5),
+            [0.5],
+            np.full((1, 1, 1, 1), 0.5, np.float16),
+            jnp.full(1, 0.5, jnp.bfloat16),
+            jnp.float8_e4m3fn(0.5),
+        ],
+        ids=repr,
+    )
+    def test_any_kind_of_real_number(self, scale):
+        *inputs, _ = make_inputs(3, 5, depth=8)
+        got = attention(*inputs, scale=scale, implementation="xla")
+        # A power of two, so that no rounding of the query tells a number from an array.
+        assert relative_error(got, attention(*inputs, scale=0.5, implementation="xla")) <= 1e-5
+
+    @pytest.mark.parametrize(("kind", "scale"), [(np.int32, 1), (np.uint8, 2), (np.int64, -1)])
+    def test_integers_in_arrays(self, kind, scale):
+        *inputs, _ = make_inputs(3, 5, depth=8)
+        got = attention(*inputs, scale=np.array(scale, kind), implementation="xla")
+        assert relative_error(got, attention(*inputs, scale=scale, implementation="xla")) <= 1e-3
 
 
 class TestCompilation:
