@@ -17,7 +17,7 @@ from rich.console import Console
 
 from .checkpoint import Checkpoints, Progress
 from .config import TrainConfig
-from .data import Corpus, held_out_batches, load_corpus, training_batches, unigram_loss
+from .data import Corpus, find_tokenizer, held_out_batches, load_corpus, training_batches, unigram_loss
 from .hardware import flops_per_token, peak_flops
 from .health import make_probe
 from .log import NonFiniteLossError as NonFiniteLossError
@@ -28,7 +28,7 @@ from .model import Decoder, count_parameters
 from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
 from .plots import plot_losses
-from .run_dir import CONFIG_NAME, check_continues, free_run_dir, read_config, write_config
+from .run_dir import CONFIG_NAME, check_continues, free_run_dir, keep_tokenizer, read_config, write_config
 from .step import StepMetrics, abstract_state, init_model, init_state, make_eval_step, make_train_step
 from .stop import StopRequest
 
@@ -78,6 +78,7 @@ def train(
         run_dir.mkdir(parents=True, exist_ok=resume)
     if is_writer:
         write_config(run_dir, config)
+        keep_tokenizer(run_dir, find_tokenizer(config.data))
     with contextlib.ExitStack() as stack:
         checkpoints = None
         if config.checkpoint_every:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import SettingError, TrainConfig
+from .data.tokenizer import FILE_NAME as TOKENIZER_NAME
 
 CONFIG_NAME = "config.json"
 # What may differ when a run goes on. Everything else would make another model, or other batches, than those so far.
@@ -47,6 +48,14 @@ def write_config(run_dir: Path, config: TrainConfig) -> None:
     partial = run_dir / f".{CONFIG_NAME}.partial"
     partial.write_text(config.to_json(), encoding="utf-8")
     partial.replace(run_dir / CONFIG_NAME)
+
+
+def keep_tokenizer(run_dir: Path, path: str | None) -> None:
+    """Copies a run's tokenizer beside its settings: a path in them need not lead anywhere later, or from elsewhere."""
+    if path is not None:
+        partial = run_dir / f".{TOKENIZER_NAME}.partial"
+        partial.write_bytes(Path(path).read_bytes())
+        partial.replace(run_dir / TOKENIZER_NAME)
 
 
 def check_continues(old: TrainConfig, new: TrainConfig) -> None:

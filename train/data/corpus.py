@@ -90,6 +90,11 @@ def find_tokenizer(config: DataConfig) -> str | None:
     return str(beside) if beside.is_file() else None
 
 
+def is_text(config: DataConfig) -> bool:
+    """Whether the data is known to be text rather than shards, whose tokens may be of any tokenizer."""
+    return config.data is None or (Path(config.data).exists() and not shard_paths(Path(config.data)))
+
+
 def _from_text(config: DataConfig, vocab_size: int, skipped: Skipped) -> Corpus:
     """Reads documents, splits them, and turns each part into tokens."""
     text = tokenizers.load_tokenizer(config.tokenizer, config.separator, vocab_size)
