@@ -114,6 +114,13 @@ def test_the_papers_two_step_sizes_see_the_same_tokens():
         (dict(decay_fraction=0.0), "decay_fraction=0.0 must be above 0 and at most 1"),
         (dict(peak_flops=0.0), "peak_flops=0.0 must be above 0"),
         (dict(workers=-1), "workers=-1 must be at least 0"),
+        (dict(seed=-1), "seed=-1 must be at least 0"),
+        (dict(seed=1 << 32), r"seed=4294967296 must be at least 0 and below 2\*\*32"),
+        (dict(rope_theta=0.0), "rope_theta=0.0 must be above 0"),
+        (dict(norm_eps=0.0), "norm_eps=0.0 must be above 0"),
+        (dict(norm_eps=float("nan")), "norm_eps=nan must be above 0"),
+        (dict(separator=-5), "separator=-5 must be at least 0 and below vocab_size=256"),
+        (dict(separator=999), "separator=999 must be at least 0 and below vocab_size=256"),
         (dict(attention="cudnn"), "attention='cudnn' takes compute_dtype='bfloat16', not 'float32'"),
     ],
 )

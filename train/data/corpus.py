@@ -99,7 +99,7 @@ def _from_text(config: DataConfig, vocab_size: int, skipped: Skipped) -> Corpus:
     """Reads documents, splits them, and turns each part into tokens."""
     text = tokenizers.load_tokenizer(config.tokenizer, config.separator, vocab_size)
     documents = read_documents(config, skipped)
-    dtype = np.uint8 if text.tokenizer is None and text.separator < 256 else np.uint32
+    dtype = np.uint8 if text.tokenizer is None else np.uint32
     train, held_out = (
         ArrayTokens(tokenizers.join(text.encode(part), text.separator, dtype))
         for part in split_documents(documents, config.held_out_fraction)
