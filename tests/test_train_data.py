@@ -180,11 +180,20 @@ def test_default_is_the_standard_library():
 LINES = [{"text": f"document {number} " * 9, "id": number} for number in range(40)]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_json_lines_are_documents(tmp_path, suffix):
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+def test_bytes_are_told_apart_by_a_byte(tmp_path):
+    folder = write_text(tmp_path)
+    corpus = data.load_corpus(make_config(folder, separator=255, vocab_size=384), 384)
+    assert corpus.separator == 255 and corpus.train.read(len(corpus.train) - 1, 1).tolist() == [255]
+    with pytest.raises(SettingError, match="separator=256 must be at least 0 and below 256: text is read as bytes"):
+        data.load_corpus(make_config(folder, separator=256, vocab_size=384), 384)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".GZ"])
+@pytest.mark.parametrize("lines", [".jsonl", ".ndjson", ".json", ".JSONL"])
+def test_json_lines_are_documents(tmp_path, lines, suffix):
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix.lower()]
     content = "".join(json.dumps(line) + "\n" for line in LINES).encode()
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(content))
+    (tmp_path / f"a{lines}{suffix}").write_bytes(pack(content))
     corpus = load(tmp_path, held_out_fraction=0.2)
     assert set(documents(corpus.train) + documents(corpus.held_out)) == {line["text"].encode() for line in LINES}
 
