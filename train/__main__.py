@@ -26,9 +26,9 @@ def main(arguments: Sequence[str]) -> None:
         console.print(f"{result.skipped} steps left out, for their loss or gradient was not finite", soft_wrap=True)
     if result.stopped_by:
         saved = "with a checkpoint" if config.checkpoint_every else "without a checkpoint, for checkpoint_every=0"
+        where = f"after step {result.step} of {config.steps} {saved}" if result.step else "before the first step"
         console.print(
-            f"stopped by {result.stopped_by} after step {result.step} of {config.steps} {saved}; "
-            f"go on with python -m train --resume {result.run_dir}",
+            f"stopped by {result.stopped_by} {where}; go on with python -m train --resume {result.run_dir}",
             soft_wrap=True,
         )
         return

@@ -67,6 +67,9 @@ def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None
     absl.logging.set_verbosity(absl.logging.FATAL)
     try:
         main(arguments)
+    except KeyboardInterrupt:  # What no run waited for: before it, or the second one.
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         # Without Python's own end, which would wait for threads of orbax that wait for what failed.

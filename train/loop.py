@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 
 from .checkpoint import Checkpoints, Progress
-from .config import TrainConfig
+from .config import SettingError, TrainConfig
 from .data import Corpus, find_tokenizer, held_out_batches, load_corpus, training_batches, unigram_loss
 from .hardware import flops_per_token, peak_flops
 from .health import make_probe
@@ -53,7 +53,7 @@ def train(
 ) -> RunResult:
     """Trains one model and writes config.json, metrics.jsonl, loss.png and checkpoints into its folder.
 
-    SIGTERM and Ctrl-C end it after the step at work, with a checkpoint.
+    SIGTERM and Ctrl-C end it after the step at work, with a checkpoint, or before the first step.
 
     Args:
       config: every setting.
@@ -67,22 +67,30 @@ def train(
       NonFiniteLossError: the run stopped; metrics.jsonl holds what came before.
     """
     start = time.perf_counter()
-    mesh = make_mesh(config.mesh, config.model)
-    config.accumulation(batch_shards(mesh))
-    corpus = load_corpus(config.data, config.model.vocab_size)
-    run_dir = free_run_dir(config) if run_dir is None else run_dir
-    is_writer = jax.process_index() == 0
-    if resume and (run_dir / CONFIG_NAME).exists():
-        check_continues(read_config(run_dir), config)
-    elif is_writer:
-        run_dir.mkdir(parents=True, exist_ok=resume)
-    if is_writer:
-        write_config(run_dir, config)
-        keep_tokenizer(run_dir, find_tokenizer(config.data))
     with contextlib.ExitStack() as stack:
+        # First: a signal while the data is read ends the run in order too.
+        stop = stack.enter_context(StopRequest())
+        mesh = make_mesh(config.mesh, config.model)
+        config.accumulation(batch_shards(mesh))
+        corpus = load_corpus(config.data, config.model.vocab_size)
+        run_dir = free_run_dir(config) if run_dir is None else run_dir
+        is_writer = jax.process_index() == 0
+        if resume and (run_dir / CONFIG_NAME).exists():
+            check_continues(read_config(run_dir), config)
+        elif is_writer:
+            run_dir.mkdir(parents=True, exist_ok=resume)
         checkpoints = None
         if config.checkpoint_every:
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir, keep=config.keep_checkpoints)))
+        first = (checkpoints and checkpoints.latest()) or 0
+        if config.steps < first:
+            raise SettingError(
+                f"steps={config.steps}: the run has a checkpoint of step {first}; steps must be at least that"
+            )
+        # With no step left to make, they say nothing about the run.
+        if is_writer and first < config.steps:
+            write_config(run_dir, config, step=first)
+            keep_tokenizer(run_dir, find_tokenizer(config.data))
         session = _Session(config, run_dir, mesh, corpus, checkpoints)
         writer: MetricsWriter | NoMetrics = NoMetrics()
         if is_writer:
@@ -90,7 +98,6 @@ def train(
                 MetricsWriter(run_dir, step=session.progress.step, tensorboard=config.tensorboard)
             )
         bar = stack.enter_context(progress_bar(console, is_shown=is_writer))
-        stop = stack.enter_context(StopRequest())
         log = session.make_log(writer, bar)
         step = session.run(log, stop)
     session.draw()
@@ -148,6 +155,8 @@ class _Session:
     def run(self, log: StepLog, stop: StopRequest) -> int:
         """All steps that are left; returns the last one done."""
         config, step = self.config, self.progress.step
+        if stop.is_made(0):
+            return step
         sharding = NamedSharding(self.mesh, P(None, BATCH_AXES, None))
         # Step n is dispatched before the metrics of step n - 1 are fetched, so that the device never waits for Python.
         pending: StepMetrics | None = None

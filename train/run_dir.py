@@ -43,19 +43,19 @@ def read_config(run_dir: Path) -> TrainConfig:
     return TrainConfig.from_json(path.read_text(encoding="utf-8"))
 
 
-def write_config(run_dir: Path, config: TrainConfig) -> None:
-    """Writes the settings, whole or not at all."""
-    partial = run_dir / f".{CONFIG_NAME}.partial"
-    partial.write_text(config.to_json(), encoding="utf-8")
-    partial.replace(run_dir / CONFIG_NAME)
+def write_config(run_dir: Path, config: TrainConfig, *, step: int = 0) -> None:
+    """Writes the settings of the steps after ``step``; those before keep theirs, if others, as config.step-N.json."""
+    path, kept = run_dir / CONFIG_NAME, run_dir / f"config.step-{step}.json"
+    # One that is there is of the steps before; what came between went on to no checkpoint.
+    if step and path.is_file() and not kept.exists() and read_config(run_dir) != config:
+        _write(kept, path.read_bytes())
+    _write(path, config.to_json().encode())
 
 
 def keep_tokenizer(run_dir: Path, path: str | None) -> None:
     """Copies a run's tokenizer beside its settings: a path in them need not lead anywhere later, or from elsewhere."""
     if path is not None:
-        partial = run_dir / f".{TOKENIZER_NAME}.partial"
-        partial.write_bytes(Path(path).read_bytes())
-        partial.replace(run_dir / TOKENIZER_NAME)
+        _write(run_dir / TOKENIZER_NAME, Path(path).read_bytes())
 
 
 def check_continues(old: TrainConfig, new: TrainConfig) -> None:
@@ -71,6 +71,13 @@ def check_continues(old: TrainConfig, new: TrainConfig) -> None:
                 f"{name}={after[name]!r}: the run has {before[name]!r} and cannot go on with another; "
                 f"what may change: {', '.join(sorted(CHANGEABLE))}"
             )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
