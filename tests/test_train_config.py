@@ -11,7 +11,7 @@ from train_micro import micro_config
 
 from train.cli import parse_command, parse_config
 from train.config import PRESETS, SettingError, TrainConfig
-from train.run_dir import CHANGEABLE, _flat, check_continues
+from train.run_dir import CHANGEABLE, _flat, check_continues, read_config
 
 
 def test_every_module_can_be_imported_first():
@@ -179,6 +179,26 @@ class TestCommandLine:
         assert got.config == dataclasses.replace(saved, steps=700) and got.run_dir is None
         with pytest.raises(FileNotFoundError, match="nowhere.json"):
             self.command("--config", str(tmp_path / "nowhere.json"))
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"not json", "no JSON: Expecting value"),
+            (b"\xff\xfe", "codec can't decode"),
+            (b"[1, 2]", r"\[1, 2\] is no object of settings for TrainConfig"),
+            (b'{"flash": 1}', "unknown settings .'flash'. for TrainConfig"),
+        ],
+    )
+    def test_a_config_that_holds_no_settings_is_refused_by_path(self, tmp_path, content, message):
+        path = tmp_path / "config.json"
+        path.write_bytes(content)
+        for read in (lambda: self.command("--config", str(path)), lambda: read_config(tmp_path)):
+            with pytest.raises(SettingError, match=f"{path}: .*{message}"):
+                read()
+
+    def test_a_resume_of_no_run_is_refused_unless_it_says_what_to_start(self, tmp_path):
+        with pytest.raises(SettingError, match="resume='.*dmeo' is no run: .* --preset or --config to start one there"):
+            self.command("--resume", str(tmp_path / "dmeo"), "--steps", "700")
 
     def test_resume_starts_from_the_preset_and_goes_on_from_the_run(self, tmp_path):
         arguments = "--preset", "30m", "--resume", str(tmp_path / "run"), "--seed", "4"

@@ -13,11 +13,12 @@ from matplotlib.image import imread
 from rich.console import Console
 from train_micro import micro_config, write_text
 
+from train import __main__ as program
 from train import loop
 from train.compare import compare, compare_runs, loss_table, relative_gap
-from train.config import TrainConfig
+from train.config import SettingError, TrainConfig
 from train.data import load_corpus, unigram_loss
-from train.metrics import read_metrics, series
+from train.metrics import MetricsWriter, read_metrics, series
 from train.step import StepMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -189,6 +190,24 @@ def test_mfu_is_the_share_of_the_peak_that_is_given(text, tmp_path, scripted):
     flops = 6 * parameters + 6 * 6 * 8 * 24
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e9)
     assert [record["mfu"] for record in read_metrics(result.run_dir) if "mfu" in record][0] is None
+
+
+@pytest.mark.parametrize("line", ["noise", "3", '{"loss": 1.0}'])
+def test_a_record_that_is_none_is_an_error_with_its_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    for read in (read_metrics, MetricsWriter):
+        with pytest.raises(SettingError, match=f"{tmp_path}/metrics.jsonl line 2 is no record of a step: '"):
+            read(tmp_path)
+
+
+def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    # JAX itself takes this before its first computation alone.
+    monkeypatch.setattr(program.jax.distributed, "initialize", initialize)
+    with pytest.raises(SettingError, match="distributed=True: .*coordinator_address"):
+        program.main(["--distributed", "True"])
 
 
 def command(*arguments):

@@ -147,6 +147,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_error(text, tmp_path, sc
     program.main(arguments)  # does not raise: exit status 0
     assert signal.getsignal(number) is before
     shown = " ".join(capsys.readouterr().out.split())
+    assert f"no run in {tmp_path / 'run'} yet: a new one starts there" in shown
     assert (
         f"stopped by {number.name} after step 7 of 24 with a checkpoint; go on with python -m train --resume" in shown
     )

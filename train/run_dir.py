@@ -40,7 +40,19 @@ def read_config(run_dir: Path) -> TrainConfig:
     path = run_dir / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{str(run_dir)!r} is no run: it has no {CONFIG_NAME}")
-    return TrainConfig.from_json(path.read_text(encoding="utf-8"))
+    return read_settings(path)
+
+
+def read_settings(path: Path) -> TrainConfig:
+    """The settings in a file.
+
+    Raises:
+      FileNotFoundError: it is not there. SettingError: it holds no settings, or some that are refused.
+    """
+    try:
+        return TrainConfig.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingError(f"{path}: {error}") from error
 
 
 def write_config(run_dir: Path, config: TrainConfig, *, step: int = 0) -> None:
