@@ -177,6 +177,34 @@ def test_default_is_the_standard_library():
     assert b"class Flax" not in text and b"unittest.TestCase)" not in text[: len(text) // 50]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"noise\n", "has no text; accepted: .*; 1 left out as damaged, first: .*a.jsonl line 1"),
+        ("train.bin", b"odd", "leaves 0 tokens for train; .*; 1 left out as damaged, first: .*train.bin: 3 bytes"),
+    ],
+)
+def test_where_all_was_left_out_the_error_says_why(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingError, match=message):
+        load(tmp_path, on_bad_data="skip")
+
+
+def test_shards_whose_names_say_nothing_are_named(tmp_path):
+    for name in ("tokens.bin", "shard_0.npy"):
+        (tmp_path / name).write_bytes(b"\0\1\2\3")
+    message = (
+        "has no text; .*; 2 .bin or .npy files there, such as shard_0.npy, have neither train nor val in their names"
+    )
+    with pytest.raises(SettingError, match=message):
+        load(tmp_path)
+
+
+def test_what_the_cap_left_out_is_known(tmp_path):
+    write_text(tmp_path)
+    assert load(tmp_path, max_bytes=6000).is_capped and not load(tmp_path).is_capped
+
+
 LINES = [{"text": f"document {number} " * 9, "id": number} for number in range(40)]
 
 

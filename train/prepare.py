@@ -84,8 +84,10 @@ def prepare(config: PrepareConfig) -> dict[str, int]:
     """
     _check(config)
     data = _data_config(config)
-    if next(iterate_documents(data, Skipped()), None) is None:
-        raise SettingError(f"data={config.data!r} has no text; accepted: {ACCEPTED.split(', or token')[0]}")
+    skipped = Skipped()
+    if next(iterate_documents(data, skipped), None) is None:
+        accepted = ACCEPTED.split(", or token")[0]
+        raise SettingError(f"data={config.data!r} has no text; accepted: {accepted}{skipped.note()}")
     skipped = Skipped()
     tokenizer_path = config.tokenizer
     if tokenizer_path is None:

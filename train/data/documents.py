@@ -45,13 +45,16 @@ class Skipped:
         self.count += 1
         self.first = self.first or str(error)
 
+    def note(self) -> str:
+        """What an error about too little data ends with; nothing if nothing was left out."""
+        return f"; {self.count} left out as damaged, first: {self.first}" if self.count else ""
+
 
 def read_documents(config: DataConfig, skipped: Skipped) -> list[bytes]:
     """Distinct documents, max_bytes in all, in the order of their files' hashed names: a cap takes a fair sample.
 
     Raises:
       FileNotFoundError: the path does not exist.
-      SettingError: no text there.
       DataError: a damaged file or line, unless on_bad_data is "skip".
     """
     documents: list[bytes] = []
@@ -68,8 +71,6 @@ def read_documents(config: DataConfig, skipped: Skipped) -> list[bytes]:
                 room -= len(document)
             if room <= 0:
                 return documents
-    if not documents:
-        raise SettingError(f"data={str(root)!r} has no text; accepted: {ACCEPTED}")
     return documents
 
 

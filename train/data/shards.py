@@ -89,8 +89,23 @@ def shard_paths(root: Path) -> list[Path]:
     """
     if root.is_file():
         return [root] if root.suffix in SUFFIXES else []
-    found = sorted(path for suffix in SUFFIXES for path in root.rglob(f"[!.]*{suffix}") if path.is_file())
-    return [path for path in found if not name_words(path).isdisjoint(("train", *HELD_OUT_NAMES))]
+    return [path for path in _candidates(root) if _is_named(path)]
+
+
+def unnamed_shards(root: Path) -> list[Path]:
+    """The files in a folder that only their names keep from being shards."""
+    return [] if root.is_file() else [path for path in _candidates(root) if not _is_named(path)]
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Every .bin and .npy in a folder, sorted by name; no hidden ones, as of a train.prepare at work."""
+    found = sorted(path for suffix in SUFFIXES for path in root.rglob(f"*{suffix}") if path.is_file())
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+
+
+def _is_named(path: Path) -> bool:
+    """Whether a file's name says which part of the data it is."""
+    return not name_words(path).isdisjoint(("train", *HELD_OUT_NAMES))
 
 
 def name_words(path: Path) -> set[str]:
