@@ -73,7 +73,8 @@ def test_tokens_per_step_is_micro_batch_times_length_times_accumulation():
     assert micro_config().accumulation(1) == 1
     config = micro_config(tokens_per_step=4 * 24 * 6)
     assert (config.accumulation(1), config.accumulation(2), config.accumulation(6)) == (6, 3, 1)
-    with pytest.raises(SettingError, match=r"micro_batch=4 \* sequence_length=24 \* 4 data shards = 384"):
+    message = r"micro_batch=4 \* sequence_length=24 \* 4 data shards = 384, or the devices fewer: --mesh data=1"
+    with pytest.raises(SettingError, match=message):
         config.accumulation(4)
     for config in PRESETS.values():
         pass_tokens = config.micro_batch * config.data.sequence_length

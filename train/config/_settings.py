@@ -180,9 +180,10 @@ class TrainConfig:
         """
         pass_tokens = self.micro_batch * self.data.sequence_length * shards
         if self.tokens_per_step % pass_tokens:
+            fewer = ", or the devices fewer: --mesh data=1" if shards > 1 else ""
             raise SettingError(
                 f"tokens_per_step={self.tokens_per_step} must be a multiple of micro_batch={self.micro_batch} "
-                f"* sequence_length={self.data.sequence_length} * {shards} data shards = {pass_tokens}"
+                f"* sequence_length={self.data.sequence_length} * {shards} data shards = {pass_tokens}{fewer}"
             )
         return self.tokens_per_step // pass_tokens
 
