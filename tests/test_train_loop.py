@@ -123,6 +123,16 @@ def test_steps_get_their_tokens_in_micro_batches_that_never_repeat(text, tmp_pat
     assert len({batch.tobytes() for batch in batches}) == 20
 
 
+@pytest.mark.parametrize(("room", "end"), [(1 << 30, ""), (6000, "; max_bytes=6000 ended the reading there")])
+def test_it_says_how_much_it_trains_on(text, tmp_path, scripted, room, end):
+    scripted({})
+    config, console = run_config(text, tmp_path, steps=6, max_bytes=room), quiet()
+    loop.train(config, console=console)
+    corpus = load_corpus(config.data, 256)
+    expected = f"{len(corpus.train):,} tokens to train on and {len(corpus.held_out):,} held out{end}"
+    assert console.file.getvalue().splitlines()[0] == expected
+
+
 def test_log_every_thins_the_records_but_keeps_the_ends(text, tmp_path, scripted):
     scripted({})
     result = loop.train(run_config(text, tmp_path, steps=21, log_every=8, name="thin"), console=quiet())

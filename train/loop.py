@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from rich import get_console
 from rich.console import Console
 
 from .checkpoint import Checkpoints, Progress
@@ -58,7 +59,7 @@ def train(
     Args:
       config: every setting.
       run_dir: the folder; None for the next free one under config.runs_dir.
-      console: where the progress bar goes; None for the terminal.
+      console: where the amount of data and the progress bar go; None for the terminal.
       resume: go on from the newest checkpoint in run_dir if there is one; the losses are then those of an unbroken run.
 
     Raises:
@@ -75,6 +76,8 @@ def train(
         corpus = load_corpus(config.data, config.model.vocab_size)
         run_dir = free_run_dir(config) if run_dir is None else run_dir
         is_writer = jax.process_index() == 0
+        if is_writer:
+            (console or get_console()).print(corpus.summary(config.data.max_bytes), soft_wrap=True)
         if resume and (run_dir / CONFIG_NAME).exists():
             check_continues(read_config(run_dir), config)
         elif is_writer:

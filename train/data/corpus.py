@@ -49,6 +49,11 @@ class Corpus:
     skipped: Skipped
     is_capped: bool = False  # whether max_bytes ended the reading
 
+    def summary(self, max_bytes: int) -> str:
+        """How much there is, and whether more was left unread."""
+        end = f"; max_bytes={max_bytes} ended the reading there" if self.is_capped else ""
+        return f"{len(self.train):,} tokens to train on and {len(self.held_out):,} held out{end}"
+
 
 def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
     """Text is read and tokenized here; of shards only the headers are read.
