@@ -31,7 +31,7 @@ class Shard:
     count: int
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Tokens first to first + count, which must be there, as int32.
+        """Tokens first to first + count, which must be there, as they are stored.
 
         Raises:
           DataError: the file is shorter than it was, or cannot be read.
@@ -44,7 +44,7 @@ class Shard:
         if len(tokens) < count:
             end = offset + len(tokens) * self.dtype.itemsize
             raise DataError(f"{self.path} ends at byte {end}; the tokens wanted end {count - len(tokens)} further on")
-        return tokens.astype(np.int32)
+        return tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TokenStream:
         return (total if self.last is None else self.last) - self.first
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start to start + count.
+        """Tokens start to start + count, as int32.
 
         Raises:
           DataError: as Shard.read, and for a token at or above vocab_size, with the byte that it is at.
@@ -71,7 +71,7 @@ class TokenStream:
             if start < shard.count and count > 0:
                 part = shard.read(start, min(count, shard.count - start))
                 _check_tokens(shard, part, start, self.vocab_size)
-                parts.append(part)
+                parts.append(part.astype(np.int32))  # After the check, for none is above int32 then.
                 start, count = start + len(part), count - len(part)
             start -= shard.count
         return np.concatenate(parts)
@@ -169,7 +169,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def _open_npy(path: Path, size: int) -> Shard:
-    """A one-dimensional array of unsigned or signed integers of at most 32 bits."""
+    """A one-dimensional array of unsigned or signed integers."""
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
@@ -178,7 +178,7 @@ def _open_npy(path: Path, size: int) -> Shard:
             start = file.tell()
     except ValueError as error:
         raise DataError(f"{path}: no .npy header at byte 0: {error}") from error
-    if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize > 4:
+    if len(shape) != 1 or dtype.kind not in "ui":
         raise DataError(f"{path} holds {dtype} of shape {shape}; accepted is one axis of uint16, int32 or the like")
     return _checked(Shard(path, dtype, start, shape[0]), size)
 
