@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from train import loop
 from train.compare import compare, compare_runs, loss_table, relative_gap
 from train.config import SettingError, TrainConfig
 from train.data import load_corpus, unigram_loss
+from train.data.shards import write_shard
 from train.metrics import MetricsWriter, read_metrics, series
 from train.step import StepMetrics
 
@@ -208,6 +210,24 @@ def test_a_record_that_is_none_is_an_error_with_its_line(tmp_path, line):
     for read in (read_metrics, MetricsWriter):
         with pytest.raises(SettingError, match=f"{tmp_path}/metrics.jsonl line 2 is no record of a step: '"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_cannot_be_made_is_refused_by_name(text, tmp_path, resume):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(SettingError, match=f"run folder '{folder}' cannot be made: .*; accepted: .*runs_dir, name"):
+            loop.train(run_config(text, tmp_path), run_dir=folder, console=quiet(), resume=resume)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/train_000000.bin'"):
+            write_shard(tmp_path / "train_000000.bin", np.arange(20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monkeypatch):

@@ -237,6 +237,8 @@ def test_a_prepare_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path):
         (tmp_path / ".shards.partial" / "train_000009.bin").write_bytes(b"cut")
         Tokenizer(models.BPE(vocab={"<|endoftext|>": 0}, merges=[])).save(str(tmp_path / "own.json"))
     (text / "late.jsonl").unlink()
+    with pytest.raises(SettingError, match="output='.*own.json/shards' cannot be made: Not a directory"):
+        prepare.prepare(dataclasses.replace(config, output=tmp_path / "own.json" / "shards"))
     prepare.prepare(config)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own.json", "shards", "text"]
     assert {path.name[:6] for path in config.output.iterdir()} == {"tokeni", "train_", "val_00"}

@@ -29,7 +29,7 @@ from .model import Decoder, count_parameters
 from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
 from .plots import plot_losses
-from .run_dir import CONFIG_NAME, check_continues, free_run_dir, keep_tokenizer, read_config, write_config
+from .run_dir import CONFIG_NAME, check_continues, free_run_dir, keep_tokenizer, make_run_dir, read_config, write_config
 from .step import StepMetrics, abstract_state, init_model, init_state, make_eval_step, make_train_step
 from .stop import StopRequest
 
@@ -81,7 +81,7 @@ def train(
         if resume and (run_dir / CONFIG_NAME).exists():
             check_continues(read_config(run_dir), config)
         elif is_writer:
-            run_dir.mkdir(parents=True, exist_ok=resume)
+            make_run_dir(run_dir, may_exist=resume)
         checkpoints = None
         if config.checkpoint_every:
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir, keep=config.keep_checkpoints)))

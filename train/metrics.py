@@ -8,13 +8,13 @@ Steps count from 1: step n is the state after n updates for held-out losses and 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from tensorboardX import SummaryWriter
 
 from .config import SettingError
+from .files import write_whole
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -69,12 +69,7 @@ class NoMetrics:
 def keep_records(path: Path, step: int) -> None:
     """Drops what came after ``step``, and a last line that was not finished, in one move."""
     kept = [line for line, record in _lines(path) if record["step"] <= step]
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from .config import PRESETS, DataConfig, SettingError
 from .data.documents import ACCEPTED, Skipped, iterate_documents
 from .data.shards import write_shard
 from .data.tokenizer import END_OF_TEXT, FILE_NAME, TextTokenizer, load_tokenizer
+from .files import write_whole
 
 # Documents that are tokenized at a time, on all cores.
 BATCH_DOCUMENTS = 1024
@@ -92,10 +93,13 @@ def prepare(config: PrepareConfig) -> dict[str, int]:
     output = config.output.resolve()
     # Beside it until it is whole: what a failure leaves is neither data nor in the way of the next try.
     partial = output.with_name(f".{output.name}.partial")
-    if output.exists():
-        output.rmdir()  # Now and not at the end, for one that is a mount point cannot be replaced.
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        if output.exists():
+            output.rmdir()  # Now and not at the end, for one that is a mount point cannot be replaced.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SettingError(f"output={str(config.output)!r} cannot be made: {error.strerror}") from error
     try:
         counts = _write(config, data, partial)
         partial.replace(output)
@@ -109,10 +113,11 @@ def _write(config: PrepareConfig, data: DataConfig, folder: Path) -> dict[str, i
     skipped = Skipped()
     path = folder / FILE_NAME
     if config.tokenizer is None:
-        train_bpe(iterate_documents(data, Skipped()), config.vocab_size, config.training_bytes).save(str(path))
+        tokenizer = train_bpe(iterate_documents(data, Skipped()), config.vocab_size, config.training_bytes)
+        write_whole(path, tokenizer.to_str(pretty=True).encode())
     text = load_tokenizer(config.tokenizer or str(path), None, 1 << 32)
     if config.tokenizer is not None:
-        path.write_bytes(Path(config.tokenizer).read_bytes())
+        write_whole(path, Path(config.tokenizer).read_bytes())
     writers = {name: _ShardWriter(folder, name, config.shard_tokens) for name in ("train", "val")}
     documents, counts = iterate_documents(data, skipped), {"documents": 0}
     seen: set[bytes] = set()

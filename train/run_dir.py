@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import SettingError, TrainConfig
 from .data.tokenizer import FILE_NAME as TOKENIZER_NAME
+from .files import write_whole
 
 CONFIG_NAME = "config.json"
 # What may differ when a run goes on. Everything else would make another model, or other batches, than those so far.
@@ -29,6 +30,21 @@ def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     name = config.name or f"{config.preset}-{suffix or config.model.attention}"
     candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(path for path in (Path(config.runs_dir) / candidate for candidate in candidates) if not path.exists())
+
+
+def make_run_dir(run_dir: Path, *, may_exist: bool) -> None:
+    """Makes a run's folder.
+
+    Raises:
+      SettingError: it is there already, or cannot be made.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=may_exist)
+    except OSError as error:
+        raise SettingError(
+            f"run folder {str(run_dir)!r} cannot be made: {error.strerror}; "
+            f"accepted: a folder that can be, by runs_dir, name or --resume"
+        ) from error
 
 
 def read_config(run_dir: Path) -> TrainConfig:
@@ -60,14 +76,14 @@ def write_config(run_dir: Path, config: TrainConfig, *, step: int = 0) -> None:
     path, kept = run_dir / CONFIG_NAME, run_dir / f"config.step-{step}.json"
     # One that is there is of the steps before; what came between went on to no checkpoint.
     if step and path.is_file() and not kept.exists() and read_config(run_dir) != config:
-        _write(kept, path.read_bytes())
-    _write(path, config.to_json().encode())
+        write_whole(kept, path.read_bytes())
+    write_whole(path, config.to_json().encode())
 
 
 def keep_tokenizer(run_dir: Path, path: str | None) -> None:
     """Copies a run's tokenizer beside its settings: a path in them need not lead anywhere later, or from elsewhere."""
     if path is not None:
-        _write(run_dir / TOKENIZER_NAME, Path(path).read_bytes())
+        write_whole(run_dir / TOKENIZER_NAME, Path(path).read_bytes())
 
 
 def check_continues(old: TrainConfig, new: TrainConfig) -> None:
@@ -83,13 +99,6 @@ def check_continues(old: TrainConfig, new: TrainConfig) -> None:
                 f"{name}={after[name]!r}: the run has {before[name]!r} and cannot go on with another; "
                 f"what may change: {', '.join(sorted(CHANGEABLE))}"
             )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from train.data.documents import DataError, Skipped
+from train.files import write_whole
 
 SUFFIXES = (".bin", ".npy")
 HELD_OUT_NAMES = ("val", "valid", "validation", "test")
@@ -160,12 +161,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     version, dtype = HEADERS[mark]
     header = np.zeros(HEADER_INTS, "<i4")
     header[:3] = mark, version, len(tokens)
-    # Under another name until it is whole.
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype(dtype).tobytes())
-    partial.replace(path)
+    write_whole(path, header.tobytes(), tokens.astype(dtype).tobytes())
 
 
 def _open_npy(path: Path, size: int) -> Shard:
