@@ -36,7 +36,7 @@ $(VENV)/dev.stamp: $(BIN)/python pyproject.toml
 	touch $@
 
 train: $(VENV)/train.stamp
-	$(BIN)/python -m train.compare --preset tiny
+	$(BIN)/python -m train.compare --preset tiny --mesh data=1
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 -m 'not gpu and not slow and not more'

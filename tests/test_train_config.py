@@ -11,7 +11,7 @@ from train_micro import micro_config
 
 from train.cli import parse_command, parse_config
 from train.config import PRESETS, SettingError, TrainConfig
-from train.run_dir import CHANGEABLE, _flat, check_continues
+from train.run_dir import CHANGEABLE, _flat, check_continues, read_config
 
 
 def test_every_module_can_be_imported_first():
@@ -73,7 +73,8 @@ def test_tokens_per_step_is_micro_batch_times_length_times_accumulation():
     assert micro_config().accumulation(1) == 1
     config = micro_config(tokens_per_step=4 * 24 * 6)
     assert (config.accumulation(1), config.accumulation(2), config.accumulation(6)) == (6, 3, 1)
-    with pytest.raises(SettingError, match=r"micro_batch=4 \* sequence_length=24 \* 4 data shards = 384"):
+    message = r"micro_batch=4 \* sequence_length=24 \* 4 data shards = 384, or the devices fewer: --mesh data=1"
+    with pytest.raises(SettingError, match=message):
         config.accumulation(4)
     for config in PRESETS.values():
         pass_tokens = config.micro_batch * config.data.sequence_length
@@ -114,6 +115,13 @@ def test_the_papers_two_step_sizes_see_the_same_tokens():
         (dict(decay_fraction=0.0), "decay_fraction=0.0 must be above 0 and at most 1"),
         (dict(peak_flops=0.0), "peak_flops=0.0 must be above 0"),
         (dict(workers=-1), "workers=-1 must be at least 0"),
+        (dict(seed=-1), "seed=-1 must be at least 0"),
+        (dict(seed=1 << 32), r"seed=4294967296 must be at least 0 and below 2\*\*32"),
+        (dict(rope_theta=0.0), "rope_theta=0.0 must be above 0"),
+        (dict(norm_eps=0.0), "norm_eps=0.0 must be above 0"),
+        (dict(norm_eps=float("nan")), "norm_eps=nan must be above 0"),
+        (dict(separator=-5), "separator=-5 must be at least 0 and below vocab_size=256"),
+        (dict(separator=999), "separator=999 must be at least 0 and below vocab_size=256"),
         (dict(attention="cudnn"), "attention='cudnn' takes compute_dtype='bfloat16', not 'float32'"),
     ],
 )
@@ -172,6 +180,26 @@ class TestCommandLine:
         assert got.config == dataclasses.replace(saved, steps=700) and got.run_dir is None
         with pytest.raises(FileNotFoundError, match="nowhere.json"):
             self.command("--config", str(tmp_path / "nowhere.json"))
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"not json", "no JSON: Expecting value"),
+            (b"\xff\xfe", "codec can't decode"),
+            (b"[1, 2]", r"\[1, 2\] is no object of settings for TrainConfig"),
+            (b'{"flash": 1}', "unknown settings .'flash'. for TrainConfig"),
+        ],
+    )
+    def test_a_config_that_holds_no_settings_is_refused_by_path(self, tmp_path, content, message):
+        path = tmp_path / "config.json"
+        path.write_bytes(content)
+        for read in (lambda: self.command("--config", str(path)), lambda: read_config(tmp_path)):
+            with pytest.raises(SettingError, match=f"{path}: .*{message}"):
+                read()
+
+    def test_a_resume_of_no_run_is_refused_unless_it_says_what_to_start(self, tmp_path):
+        with pytest.raises(SettingError, match="resume='.*dmeo' is no run: .* --preset or --config to start one there"):
+            self.command("--resume", str(tmp_path / "dmeo"), "--steps", "700")
 
     def test_resume_starts_from_the_preset_and_goes_on_from_the_run(self, tmp_path):
         arguments = "--preset", "30m", "--resume", str(tmp_path / "run"), "--seed", "4"

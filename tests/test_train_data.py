@@ -177,14 +177,51 @@ def test_default_is_the_standard_library():
     assert b"class Flax" not in text and b"unittest.TestCase)" not in text[: len(text) // 50]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"noise\n", "has no text; accepted: .*; 1 left out as damaged, first: .*a.jsonl line 1"),
+        ("train.bin", b"odd", "leaves 0 tokens for train; .*; 1 left out as damaged, first: .*train.bin: 3 bytes"),
+    ],
+)
+def test_where_all_was_left_out_the_error_says_why(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SettingError, match=message):
+        load(tmp_path, on_bad_data="skip")
+
+
+def test_shards_whose_names_say_nothing_are_named(tmp_path):
+    for name in ("tokens.bin", "shard_0.npy"):
+        (tmp_path / name).write_bytes(b"\0\1\2\3")
+    message = (
+        "has no text; .*; 2 .bin or .npy files there, such as shard_0.npy, have neither train nor val in their names"
+    )
+    with pytest.raises(SettingError, match=message):
+        load(tmp_path)
+
+
+def test_what_the_cap_left_out_is_known(tmp_path):
+    write_text(tmp_path)
+    assert load(tmp_path, max_bytes=6000).is_capped and not load(tmp_path).is_capped
+
+
 LINES = [{"text": f"document {number} " * 9, "id": number} for number in range(40)]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_json_lines_are_documents(tmp_path, suffix):
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+def test_bytes_are_told_apart_by_a_byte(tmp_path):
+    folder = write_text(tmp_path)
+    corpus = data.load_corpus(make_config(folder, separator=255, vocab_size=384), 384)
+    assert corpus.separator == 255 and corpus.train.read(len(corpus.train) - 1, 1).tolist() == [255]
+    with pytest.raises(SettingError, match="separator=256 must be at least 0 and below 256: text is read as bytes"):
+        data.load_corpus(make_config(folder, separator=256, vocab_size=384), 384)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".GZ"])
+@pytest.mark.parametrize("lines", [".jsonl", ".ndjson", ".json", ".JSONL"])
+def test_json_lines_are_documents(tmp_path, lines, suffix):
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix.lower()]
     content = "".join(json.dumps(line) + "\n" for line in LINES).encode()
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(content))
+    (tmp_path / f"a{lines}{suffix}").write_bytes(pack(content))
     corpus = load(tmp_path, held_out_fraction=0.2)
     assert set(documents(corpus.train) + documents(corpus.held_out)) == {line["text"].encode() for line in LINES}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ from matplotlib.image import imread
 from rich.console import Console
 from train_micro import micro_config, write_text
 
+from train import __main__ as program
 from train import loop
 from train.compare import compare, compare_runs, loss_table, relative_gap
-from train.config import TrainConfig
+from train.config import SettingError, TrainConfig
 from train.data import load_corpus, unigram_loss
-from train.metrics import read_metrics, series
+from train.data.shards import write_shard
+from train.metrics import MetricsWriter, read_metrics, series
 from train.step import StepMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -122,6 +125,16 @@ def test_steps_get_their_tokens_in_micro_batches_that_never_repeat(text, tmp_pat
     assert len({batch.tobytes() for batch in batches}) == 20
 
 
+@pytest.mark.parametrize(("room", "end"), [(1 << 30, ""), (6000, "; max_bytes=6000 ended the reading there")])
+def test_it_says_how_much_it_trains_on(text, tmp_path, scripted, room, end):
+    scripted({})
+    config, console = run_config(text, tmp_path, steps=6, max_bytes=room), quiet()
+    loop.train(config, console=console)
+    corpus = load_corpus(config.data, 256)
+    expected = f"{len(corpus.train):,} tokens to train on and {len(corpus.held_out):,} held out{end}"
+    assert console.file.getvalue().splitlines()[0] == expected
+
+
 def test_log_every_thins_the_records_but_keeps_the_ends(text, tmp_path, scripted):
     scripted({})
     result = loop.train(run_config(text, tmp_path, steps=21, log_every=8, name="thin"), console=quiet())
@@ -189,6 +202,42 @@ def test_mfu_is_the_share_of_the_peak_that_is_given(text, tmp_path, scripted):
     flops = 6 * parameters + 6 * 6 * 8 * 24
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e9)
     assert [record["mfu"] for record in read_metrics(result.run_dir) if "mfu" in record][0] is None
+
+
+@pytest.mark.parametrize("line", ["noise", "3", '{"loss": 1.0}'])
+def test_a_record_that_is_none_is_an_error_with_its_line(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    for read in (read_metrics, MetricsWriter):
+        with pytest.raises(SettingError, match=f"{tmp_path}/metrics.jsonl line 2 is no record of a step: '"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_cannot_be_made_is_refused_by_name(text, tmp_path, resume):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(SettingError, match=f"run folder '{folder}' cannot be made: .*; accepted: .*runs_dir, name"):
+            loop.train(run_config(text, tmp_path), run_dir=folder, console=quiet(), resume=resume)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/train_000000.bin'"):
+            write_shard(tmp_path / "train_000000.bin", np.arange(20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    # JAX itself takes this before its first computation alone.
+    monkeypatch.setattr(program.jax.distributed, "initialize", initialize)
+    with pytest.raises(SettingError, match="distributed=True: .*coordinator_address"):
+        program.main(["--distributed", "True"])
 
 
 def command(*arguments):

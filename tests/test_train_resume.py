@@ -20,9 +20,9 @@ from rich.console import Console
 from train_micro import curve, micro_config, write_text
 
 from train import __main__ as program
-from train import loop
+from train import cli, data, loop
 from train.checkpoint import CheckpointError, Checkpoints, Progress
-from train.config import SettingError
+from train.config import SettingError, TrainConfig
 from train.metrics import read_metrics, series
 from train.run_dir import read_config
 from train.step import StepMetrics, TrainState
@@ -147,6 +147,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_error(text, tmp_path, sc
     program.main(arguments)  # does not raise: exit status 0
     assert signal.getsignal(number) is before
     shown = " ".join(capsys.readouterr().out.split())
+    assert f"no run in {tmp_path / 'run'} yet: a new one starts there" in shown
     assert (
         f"stopped by {number.name} after step 7 of 24 with a checkpoint; go on with python -m train --resume" in shown
     )
@@ -155,6 +156,32 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_error(text, tmp_path, sc
     scripted(lambda step: None)
     assert train(config, tmp_path / "run").step == 24
     assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 25))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_is_no_error_either(text, tmp_path, scripted, monkeypatch, capsys, number):
+    def load_corpus(*arguments):
+        os.kill(os.getpid(), number)
+        return data.load_corpus(*arguments)
+
+    scripted(lambda step: None)
+    config = run_config(text)
+    (tmp_path / "config.json").write_text(config.to_json())
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "load_corpus", load_corpus)
+        program.main(["--config", str(tmp_path / "config.json"), "--resume", str(tmp_path / "run")])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"stopped by {number.name} before the first step; go on with python -m train --resume {tmp_path}" in shown
+    assert train(read_config(tmp_path / "run"), tmp_path / "run").step == 24
+
+
+def test_a_ctrl_c_that_nothing_waits_for_is_one_line(capsys):
+    def main(arguments):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        cli.run(main, [])
+    assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
 
 
 def test_the_second_ctrl_c_is_pythons_own(text, tmp_path, scripted):
@@ -263,3 +290,10 @@ def test_other_batches_or_another_model_are_refused(text, tmp_path, scripted):
         train(dataclasses.replace(config, seed=9), tmp_path / "run")
     longer = dataclasses.replace(config, steps=30)
     assert train(longer, tmp_path / "run").step == 30 and read_config(tmp_path / "run") == longer
+    # What the steps before were made with stays, and what no step is made with is not written down.
+    assert TrainConfig.from_json((tmp_path / "run" / "config.step-24.json").read_text()) == config
+    train(dataclasses.replace(longer, log_every=3), tmp_path / "run")
+    with pytest.raises(SettingError, match="steps=24: the run has a checkpoint of step 30; steps must be at least"):
+        train(config, tmp_path / "run")
+    assert read_config(tmp_path / "run") == longer
+    assert [path.name for path in (tmp_path / "run").glob("config.*-*")] == ["config.step-24.json"]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
-from train_micro import micro_config
+from train_micro import micro_config, write_text
 
-from train import loop, sample
+from train import loop, prepare, sample
 from train.checkpoint import CheckpointError
 from train.config import SettingError
-from train.run_dir import write_config
+from train.run_dir import read_config, write_config
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
@@ -66,6 +66,33 @@ def test_the_moving_average_is_what_writes(run):
         leaves = [leaf for leaf in jax.tree.leaves(restored[name]) if leaf.shape == got.shape]
         assert len(leaves) == 1 and np.array_equal(got, leaves[0]) == same
     assert isinstance(model, nnx.Module)
+
+
+def test_a_run_keeps_the_tokenizer_that_its_tokens_are_of(tmp_path, monkeypatch, capsys):
+    shards = tmp_path / "shards"
+    prepare.prepare(
+        prepare.PrepareConfig(data=write_text(tmp_path / "text"), output=shards, vocab_size=300, held_out_fraction=0.2)
+    )
+    monkeypatch.chdir(tmp_path)
+    config = micro_config(data="shards", vocab_size=384, num_layers=1, steps=6, checkpoint_every=6)
+    run = loop.train(config, run_dir=tmp_path / "run", console=Console(file=io.StringIO())).run_dir
+    assert (run / "tokenizer.json").read_bytes() == (shards / "tokenizer.json").read_bytes()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    shards.rename(tmp_path / "moved")
+    assert sample.run_tokenizer(run, read_config(run), None).size == 300
+    # Of a run without it nothing can say what its tokens are.
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(SettingError, match="run.* has no tokenizer.json, nor has its data 'shards'.* --tokenizer"):
+        sample.main([str(run)])
+    sample.main([str(run), "--tokenizer", str(tmp_path / "moved" / "tokenizer.json"), "--tokens", "3"])
+    assert "step 6" in capsys.readouterr().err
+    assert sample.run_tokenizer(run, read_config(run), "bytes").tokenizer is None
+
+
+def test_text_without_a_tokenizer_is_bytes_whatever_the_vocabulary(tmp_path):
+    for data in (None, write_text(tmp_path)):
+        assert sample.run_tokenizer(tmp_path, micro_config(data=data, vocab_size=384), None).tokenizer is None
 
 
 def test_what_cannot_be_is_refused_by_message(run, tmp_path):

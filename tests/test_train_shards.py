@@ -1,11 +1,13 @@
 """Token shards: every format of the field, streams across files, damage with its place, and text turned into shards."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 from train_micro import micro_config, write_text
 
 from train import data, prepare
@@ -220,6 +222,42 @@ def test_prepare_leaves_nothing_where_there_is_no_text(tmp_path):
     with pytest.raises(SettingError, match="has no text; accepted: a UTF-8 text file"):
         prepare.prepare(config)
     assert not (tmp_path / "shards").exists()
+
+
+def test_a_prepare_that_failed_does_not_stand_in_the_way_of_the_next(tmp_path):
+    text = Path(write_text(tmp_path / "text"))
+    (text / "late.jsonl").write_text("noise\n")
+    config = prepare.PrepareConfig(data=str(text), output=tmp_path / "shards", vocab_size=300, held_out_fraction=0.2)
+    config.output.mkdir()
+    for again in (False, True):
+        with pytest.raises(data.DataError, match="late.jsonl line 1"):
+            prepare.prepare(dataclasses.replace(config, tokenizer=str(tmp_path / "own.json") if again else None))
+        # As a killed one leaves it.
+        (tmp_path / ".shards.partial").mkdir(exist_ok=True)
+        (tmp_path / ".shards.partial" / "train_000009.bin").write_bytes(b"cut")
+        Tokenizer(models.BPE(vocab={"<|endoftext|>": 0}, merges=[])).save(str(tmp_path / "own.json"))
+    (text / "late.jsonl").unlink()
+    with pytest.raises(SettingError, match="output='.*own.json/shards' cannot be made: Not a directory"):
+        prepare.prepare(dataclasses.replace(config, output=tmp_path / "own.json" / "shards"))
+    prepare.prepare(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own.json", "shards", "text"]
+    assert {path.name[:6] for path in config.output.iterdir()} == {"tokeni", "train_", "val_00"}
+    assert not (config.output / "train_000009.bin").exists()
+
+
+def test_integers_of_64_bits_are_tokens_if_they_are_in_range(tmp_path):
+    for number, kind in enumerate((np.int64, np.uint64, np.dtype(">i8"))):
+        np.save(tmp_path / f"train_{number}.npy", TOKENS.astype(kind))
+    corpus = load(tmp_path, held_out_fraction=0.1)
+    part = corpus.train.read(650, 100)
+    assert part.dtype == np.int32
+    np.testing.assert_array_equal(part, np.concatenate([TOKENS, TOKENS])[650:750])
+    for kind, wrong in ((np.int64, (1 << 32) + 5), (np.int64, -1), (np.uint64, (1 << 64) - 1), (np.uint32, 1 << 31)):
+        tokens = TOKENS.astype(kind)
+        tokens[3] = wrong
+        np.save(tmp_path / "train_0.npy", tokens)
+        with pytest.raises(data.DataError, match=f"train_0.npy has token {wrong} at byte"):
+            load(tmp_path).train.read(0, 9)
 
 
 def test_skipped_counts_and_keeps_the_first_message():

@@ -7,7 +7,9 @@ import jax
 from rich.console import Console
 
 from . import cli
+from .config import SettingError
 from .loop import train
+from .run_dir import CONFIG_NAME
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -17,8 +19,13 @@ def main(arguments: Sequence[str]) -> None:
     )
     config = command.config
     if config.distributed:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except (ValueError, RuntimeError) as error:
+            raise SettingError(f"distributed=True: the other hosts cannot be found or reached: {error}") from error
     console = Console(quiet=jax.process_index() != 0)
+    if command.run_dir is not None and not (command.run_dir / CONFIG_NAME).is_file():
+        console.print(f"no run in {command.run_dir} yet: a new one starts there", soft_wrap=True)
     result = train(config, run_dir=command.run_dir, console=console, resume=command.run_dir is not None)
     if result.bad_data:
         console.print(f"left out of the data: {result.bad_data}", soft_wrap=True)
@@ -26,9 +33,9 @@ def main(arguments: Sequence[str]) -> None:
         console.print(f"{result.skipped} steps left out, for their loss or gradient was not finite", soft_wrap=True)
     if result.stopped_by:
         saved = "with a checkpoint" if config.checkpoint_every else "without a checkpoint, for checkpoint_every=0"
+        where = f"after step {result.step} of {config.steps} {saved}" if result.step else "before the first step"
         console.print(
-            f"stopped by {result.stopped_by} after step {result.step} of {config.steps} {saved}; "
-            f"go on with python -m train --resume {result.run_dir}",
+            f"stopped by {result.stopped_by} {where}; go on with python -m train --resume {result.run_dir}",
             soft_wrap=True,
         )
         return

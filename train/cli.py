@@ -12,7 +12,7 @@ import tyro
 
 from .checkpoint import CheckpointError
 from .config import PRESETS, SettingError, TrainConfig
-from .run_dir import CONFIG_NAME, read_config
+from .run_dir import CONFIG_NAME, read_config, read_settings
 
 _STARTS = (
     " --config FILE starts from a run's config.json instead of a preset. --resume RUN goes on with the run in that "
@@ -33,6 +33,7 @@ def parse_command(arguments: Sequence[str], *, program: str, description: str) -
 
     Raises:
       FileNotFoundError: --config names no file.
+      SettingError: a file that holds no settings; a run to go on with that is none, and nothing says what to start.
     """
     starts = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     starts.add_argument("--config", type=Path)
@@ -41,7 +42,12 @@ def parse_command(arguments: Sequence[str], *, program: str, description: str) -
     if start.resume is not None and (start.resume / CONFIG_NAME).is_file():
         defaults = read_config(start.resume)
     elif start.config is not None:
-        defaults = TrainConfig.from_json(start.config.read_text(encoding="utf-8"))
+        defaults = read_settings(start.config)
+    elif start.resume is not None and not any(argument.split("=")[0] == "--preset" for argument in rest):
+        raise SettingError(
+            f"resume={str(start.resume)!r} is no run: it has no {CONFIG_NAME}; "
+            f"give --preset or --config to start one there"
+        )
     else:
         defaults = _preset_defaults(rest)
     return Command(parse_config(rest, program=program, description=description, defaults=defaults), start.resume)
@@ -67,6 +73,9 @@ def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None
     absl.logging.set_verbosity(absl.logging.FATAL)
     try:
         main(arguments)
+    except KeyboardInterrupt:  # What no run waited for: before it, or the second one.
+        print("stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         # Without Python's own end, which would wait for threads of orbax that wait for what failed.

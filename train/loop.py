@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from rich import get_console
 from rich.console import Console
 
 from .checkpoint import Checkpoints, Progress
-from .config import TrainConfig
-from .data import Corpus, held_out_batches, load_corpus, training_batches, unigram_loss
+from .config import SettingError, TrainConfig
+from .data import Corpus, find_tokenizer, held_out_batches, load_corpus, training_batches, unigram_loss
 from .hardware import flops_per_token, peak_flops
 from .health import make_probe
 from .log import NonFiniteLossError as NonFiniteLossError
@@ -28,7 +29,7 @@ from .model import Decoder, count_parameters
 from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
 from .plots import plot_losses
-from .run_dir import CONFIG_NAME, check_continues, free_run_dir, read_config, write_config
+from .run_dir import CONFIG_NAME, check_continues, free_run_dir, keep_tokenizer, make_run_dir, read_config, write_config
 from .step import StepMetrics, abstract_state, init_model, init_state, make_eval_step, make_train_step
 from .stop import StopRequest
 
@@ -53,12 +54,12 @@ def train(
 ) -> RunResult:
     """Trains one model and writes config.json, metrics.jsonl, loss.png and checkpoints into its folder.
 
-    SIGTERM and Ctrl-C end it after the step at work, with a checkpoint.
+    SIGTERM and Ctrl-C end it after the step at work, with a checkpoint, or before the first step.
 
     Args:
       config: every setting.
       run_dir: the folder; None for the next free one under config.runs_dir.
-      console: where the progress bar goes; None for the terminal.
+      console: where the amount of data and the progress bar go; None for the terminal.
       resume: go on from the newest checkpoint in run_dir if there is one; the losses are then those of an unbroken run.
 
     Raises:
@@ -67,21 +68,32 @@ def train(
       NonFiniteLossError: the run stopped; metrics.jsonl holds what came before.
     """
     start = time.perf_counter()
-    mesh = make_mesh(config.mesh, config.model)
-    config.accumulation(batch_shards(mesh))
-    corpus = load_corpus(config.data, config.model.vocab_size)
-    run_dir = free_run_dir(config) if run_dir is None else run_dir
-    is_writer = jax.process_index() == 0
-    if resume and (run_dir / CONFIG_NAME).exists():
-        check_continues(read_config(run_dir), config)
-    elif is_writer:
-        run_dir.mkdir(parents=True, exist_ok=resume)
-    if is_writer:
-        write_config(run_dir, config)
     with contextlib.ExitStack() as stack:
+        # First: a signal while the data is read ends the run in order too.
+        stop = stack.enter_context(StopRequest())
+        mesh = make_mesh(config.mesh, config.model)
+        config.accumulation(batch_shards(mesh))
+        corpus = load_corpus(config.data, config.model.vocab_size)
+        run_dir = free_run_dir(config) if run_dir is None else run_dir
+        is_writer = jax.process_index() == 0
+        if is_writer:
+            (console or get_console()).print(corpus.summary(config.data.max_bytes), soft_wrap=True)
+        if resume and (run_dir / CONFIG_NAME).exists():
+            check_continues(read_config(run_dir), config)
+        elif is_writer:
+            make_run_dir(run_dir, may_exist=resume)
         checkpoints = None
         if config.checkpoint_every:
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir, keep=config.keep_checkpoints)))
+        first = (checkpoints and checkpoints.latest()) or 0
+        if config.steps < first:
+            raise SettingError(
+                f"steps={config.steps}: the run has a checkpoint of step {first}; steps must be at least that"
+            )
+        # With no step left to make, they say nothing about the run.
+        if is_writer and first < config.steps:
+            write_config(run_dir, config, step=first)
+            keep_tokenizer(run_dir, find_tokenizer(config.data))
         session = _Session(config, run_dir, mesh, corpus, checkpoints)
         writer: MetricsWriter | NoMetrics = NoMetrics()
         if is_writer:
@@ -89,7 +101,6 @@ def train(
                 MetricsWriter(run_dir, step=session.progress.step, tensorboard=config.tensorboard)
             )
         bar = stack.enter_context(progress_bar(console, is_shown=is_writer))
-        stop = stack.enter_context(StopRequest())
         log = session.make_log(writer, bar)
         step = session.run(log, stop)
     session.draw()
@@ -147,6 +158,8 @@ class _Session:
     def run(self, log: StepLog, stop: StopRequest) -> int:
         """All steps that are left; returns the last one done."""
         config, step = self.config, self.progress.step
+        if stop.is_made(0):
+            return step
         sharding = NamedSharding(self.mesh, P(None, BATCH_AXES, None))
         # Step n is dispatched before the metrics of step n - 1 are fetched, so that the device never waits for Python.
         pending: StepMetrics | None = None

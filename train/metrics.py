@@ -8,11 +8,13 @@ Steps count from 1: step n is the state after n updates for held-out losses and 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
 from tensorboardX import SummaryWriter
+
+from .config import SettingError
+from .files import write_whole
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -67,16 +69,15 @@ class NoMetrics:
 def keep_records(path: Path, step: int) -> None:
     """Drops what came after ``step``, and a last line that was not finished, in one move."""
     kept = [line for line, record in _lines(path) if record["step"] <= step]
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order; of one that is at work or was killed, those that are whole."""
+    """All records of a run, in order; of one that is at work or was killed, those that are whole.
+
+    Raises:
+      SettingError: a line that is none.
+    """
     return [record for _, record in _lines(run_dir / FILE_NAME)]
 
 
@@ -90,4 +91,14 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Lines and what they hold; the last one only if it is whole."""
     lines = path.read_text(encoding="utf-8").split("\n")
     # What follows the last line's end is empty, or a record that a killed process did not finish.
-    return [(line, json.loads(line)) for line in lines[:-1]]
+    return [(line, _record(path, number, line)) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    """What a line holds."""
+    try:
+        record = json.loads(line)
+        record["step"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise SettingError(f"{path} line {number} is no record of a step: {line[:80]!r}") from error
+    return record

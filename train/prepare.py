@@ -8,6 +8,7 @@ names one.
 import dataclasses
 import hashlib
 import itertools
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from .config import PRESETS, DataConfig, SettingError
 from .data.documents import ACCEPTED, Skipped, iterate_documents
 from .data.shards import write_shard
 from .data.tokenizer import END_OF_TEXT, FILE_NAME, TextTokenizer, load_tokenizer
+from .files import write_whole
 
 # Documents that are tokenized at a time, on all cores.
 BATCH_DOCUMENTS = 1024
@@ -84,20 +86,39 @@ def prepare(config: PrepareConfig) -> dict[str, int]:
     """
     _check(config)
     data = _data_config(config)
-    if next(iterate_documents(data, Skipped()), None) is None:
-        raise SettingError(f"data={config.data!r} has no text; accepted: {ACCEPTED.split(', or token')[0]}")
     skipped = Skipped()
-    tokenizer_path = config.tokenizer
-    if tokenizer_path is None:
+    if next(iterate_documents(data, skipped), None) is None:
+        accepted = ACCEPTED.split(", or token")[0]
+        raise SettingError(f"data={config.data!r} has no text; accepted: {accepted}{skipped.note()}")
+    output = config.output.resolve()
+    # Beside it until it is whole: what a failure leaves is neither data nor in the way of the next try.
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        if output.exists():
+            output.rmdir()  # Now and not at the end, for one that is a mount point cannot be replaced.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise SettingError(f"output={str(config.output)!r} cannot be made: {error.strerror}") from error
+    try:
+        counts = _write(config, data, partial)
+        partial.replace(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return counts
+
+
+def _write(config: PrepareConfig, data: DataConfig, folder: Path) -> dict[str, int]:
+    """Writes tokenizer and shards into a folder; returns what prepare does."""
+    skipped = Skipped()
+    path = folder / FILE_NAME
+    if config.tokenizer is None:
         tokenizer = train_bpe(iterate_documents(data, Skipped()), config.vocab_size, config.training_bytes)
-        config.output.mkdir(parents=True, exist_ok=True)
-        tokenizer_path = str(config.output / FILE_NAME)
-        tokenizer.save(tokenizer_path)
-    text = load_tokenizer(tokenizer_path, None, 1 << 32)
-    config.output.mkdir(parents=True, exist_ok=True)
+        write_whole(path, tokenizer.to_str(pretty=True).encode())
+    text = load_tokenizer(config.tokenizer or str(path), None, 1 << 32)
     if config.tokenizer is not None:
-        (config.output / FILE_NAME).write_bytes(Path(config.tokenizer).read_bytes())
-    writers = {name: _ShardWriter(config.output, name, config.shard_tokens) for name in ("train", "val")}
+        write_whole(path, Path(config.tokenizer).read_bytes())
+    writers = {name: _ShardWriter(folder, name, config.shard_tokens) for name in ("train", "val")}
     documents, counts = iterate_documents(data, skipped), {"documents": 0}
     seen: set[bytes] = set()
     while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import SettingError, TrainConfig
+from .data.tokenizer import FILE_NAME as TOKENIZER_NAME
+from .files import write_whole
 
 CONFIG_NAME = "config.json"
 # What may differ when a run goes on. Everything else would make another model, or other batches, than those so far.
@@ -30,6 +32,21 @@ def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     return next(path for path in (Path(config.runs_dir) / candidate for candidate in candidates) if not path.exists())
 
 
+def make_run_dir(run_dir: Path, *, may_exist: bool) -> None:
+    """Makes a run's folder.
+
+    Raises:
+      SettingError: it is there already, or cannot be made.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=may_exist)
+    except OSError as error:
+        raise SettingError(
+            f"run folder {str(run_dir)!r} cannot be made: {error.strerror}; "
+            f"accepted: a folder that can be, by runs_dir, name or --resume"
+        ) from error
+
+
 def read_config(run_dir: Path) -> TrainConfig:
     """The settings of a run.
 
@@ -39,14 +56,34 @@ def read_config(run_dir: Path) -> TrainConfig:
     path = run_dir / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{str(run_dir)!r} is no run: it has no {CONFIG_NAME}")
-    return TrainConfig.from_json(path.read_text(encoding="utf-8"))
+    return read_settings(path)
 
 
-def write_config(run_dir: Path, config: TrainConfig) -> None:
-    """Writes the settings, whole or not at all."""
-    partial = run_dir / f".{CONFIG_NAME}.partial"
-    partial.write_text(config.to_json(), encoding="utf-8")
-    partial.replace(run_dir / CONFIG_NAME)
+def read_settings(path: Path) -> TrainConfig:
+    """The settings in a file.
+
+    Raises:
+      FileNotFoundError: it is not there. SettingError: it holds no settings, or some that are refused.
+    """
+    try:
+        return TrainConfig.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingError(f"{path}: {error}") from error
+
+
+def write_config(run_dir: Path, config: TrainConfig, *, step: int = 0) -> None:
+    """Writes the settings of the steps after ``step``; those before keep theirs, if others, as config.step-N.json."""
+    path, kept = run_dir / CONFIG_NAME, run_dir / f"config.step-{step}.json"
+    # One that is there is of the steps before; what came between went on to no checkpoint.
+    if step and path.is_file() and not kept.exists() and read_config(run_dir) != config:
+        write_whole(kept, path.read_bytes())
+    write_whole(path, config.to_json().encode())
+
+
+def keep_tokenizer(run_dir: Path, path: str | None) -> None:
+    """Copies a run's tokenizer beside its settings: a path in them need not lead anywhere later, or from elsewhere."""
+    if path is not None:
+        write_whole(run_dir / TOKENIZER_NAME, Path(path).read_bytes())
 
 
 def check_continues(old: TrainConfig, new: TrainConfig) -> None:

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from . import cli
 from .checkpoint import Checkpoints
-from .config import AttentionName, SettingError, TrainConfig
-from .data.corpus import find_tokenizer
+from .config import BYTE_VOCABULARY, AttentionName, SettingError, TrainConfig
+from .data.corpus import find_tokenizer, is_text
+from .data.tokenizer import FILE_NAME as TOKENIZER_NAME
 from .data.tokenizer import TextTokenizer, load_tokenizer
 from .mesh import make_mesh, state_shardings
 from .model import Decoder
@@ -41,6 +42,8 @@ class SampleConfig:
     """Of the choices (integer)."""
     attention: AttentionName | None = None
     """Another attention than the run's (name)."""
+    tokenizer: str | None = None
+    """A tokenizer.json (path), or "bytes"; None takes the run's own."""
 
 
 def sample(model: Decoder, prompt: Sequence[int], config: SampleConfig, length: int) -> list[int]:
@@ -92,9 +95,21 @@ def load_model(run_dir: Path, attention: AttentionName | None) -> tuple[TrainCon
     return config, nnx.merge(graphdef, params), step
 
 
-def run_tokenizer(config: TrainConfig) -> TextTokenizer:
-    """What turns a run's tokens into text."""
-    return load_tokenizer(find_tokenizer(config.data), config.data.separator, config.model.vocab_size)
+def run_tokenizer(run_dir: Path, config: TrainConfig, named: str | None) -> TextTokenizer:
+    """What turns a run's tokens into text: what is named, else the file in the run's folder, else that of its data.
+
+    Raises:
+      SettingError: there is none, and the tokens are not bytes.
+    """
+    own = run_dir / TOKENIZER_NAME
+    path = named or (str(own) if own.is_file() else find_tokenizer(config.data))
+    if path is None and config.model.vocab_size > BYTE_VOCABULARY and not is_text(config.data):
+        raise SettingError(
+            f"run={str(run_dir)!r} has no {TOKENIZER_NAME}, nor has its data {config.data.data!r}; "
+            f"give --tokenizer PATH, or --tokenizer bytes if its tokens are bytes"
+        )
+    # Nothing here asks for a separator, and a tokenizer need not have one.
+    return load_tokenizer(None if path == "bytes" else path, 0, config.model.vocab_size)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -109,7 +124,7 @@ def main(arguments: Sequence[str]) -> None:
         if getattr(options, name) < least:
             raise SettingError(f"{name}={getattr(options, name)} must be at least {least}")
     config, model, step = load_model(options.run, options.attention)
-    tokenizer = run_tokenizer(config)
+    tokenizer = run_tokenizer(options.run, config, options.tokenizer)
     [prompt] = tokenizer.encode([options.prompt.encode("utf-8")])
     if not len(prompt):
         raise SettingError(f"prompt={options.prompt!r} has no tokens")

@@ -12,12 +12,15 @@ def check(config: TrainConfig) -> None:
         _at_least(config, name, 1)
     for name in ("checkpoint_every", "health_every"):
         _at_least(config, name, 0)
+    if not 0 <= config.seed < 1 << 32:
+        # JAX takes the last 32 bits of a seed.
+        raise SettingError(f"seed={config.seed} must be at least 0 and below 2**32")
     parse_mesh(config.mesh)
     config.accumulation(shards=1)
     if config.peak_flops is not None and not config.peak_flops > 0:
         raise SettingError(f"peak_flops={config.peak_flops} must be above 0")
     _check_model(config.model, config.data.sequence_length)
-    _check_data(config.data)
+    _check_data(config.data, config.model.vocab_size)
     _check_optimizer(config.optimizer, config.steps)
 
 
@@ -25,6 +28,9 @@ def _check_model(model: ModelConfig, sequence_length: int) -> None:
     """Shapes that fit each other."""
     for name in ("num_layers", "width", "ffn_width", "num_heads", "num_kv_heads", "head_dim", "loss_chunk"):
         _at_least(model, name, 1)
+    for name in ("rope_theta", "norm_eps"):
+        if not getattr(model, name) > 0:
+            raise SettingError(f"{name}={getattr(model, name)} must be above 0")
     if model.num_heads % model.num_kv_heads:
         raise SettingError(f"num_heads={model.num_heads} must be a multiple of num_kv_heads={model.num_kv_heads}")
     if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
@@ -39,13 +45,15 @@ def _check_model(model: ModelConfig, sequence_length: int) -> None:
         )
 
 
-def _check_data(data: DataConfig) -> None:
-    """Counts and the fraction held out."""
+def _check_data(data: DataConfig, vocab_size: int) -> None:
+    """Counts, the fraction held out and the separator."""
     for name in ("sequence_length", "max_bytes", "held_out_sequences"):
         _at_least(data, name, 1)
     _at_least(data, "workers", 0)
     if not 0 < data.held_out_fraction < 1:
         raise SettingError(f"held_out_fraction={data.held_out_fraction} must lie between 0 and 1")
+    if data.separator is not None and not 0 <= data.separator < vocab_size:
+        raise SettingError(f"separator={data.separator} must be at least 0 and below vocab_size={vocab_size}")
 
 
 def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:

@@ -180,9 +180,10 @@ class TrainConfig:
         """
         pass_tokens = self.micro_batch * self.data.sequence_length * shards
         if self.tokens_per_step % pass_tokens:
+            fewer = ", or the devices fewer: --mesh data=1" if shards > 1 else ""
             raise SettingError(
                 f"tokens_per_step={self.tokens_per_step} must be a multiple of micro_batch={self.micro_batch} "
-                f"* sequence_length={self.data.sequence_length} * {shards} data shards = {pass_tokens}"
+                f"* sequence_length={self.data.sequence_length} * {shards} data shards = {pass_tokens}{fewer}"
             )
         return self.tokens_per_step // pass_tokens
 
@@ -197,15 +198,20 @@ class TrainConfig:
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
         """Inverse of to_json; refuses unknown and missing settings by name."""
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise SettingError(f"no JSON: {error}") from error
         for key, section in (("model", ModelConfig), ("data", DataConfig), ("optimizer", OptimizerConfig)):
-            if isinstance(values.get(key), dict):
+            if isinstance(values, dict) and isinstance(values.get(key), dict):
                 values[key] = _from_dict(section, values[key])
         return _from_dict(cls, values)
 
 
-def _from_dict(cls: Any, values: dict[str, Any]) -> Any:
+def _from_dict(cls: Any, values: Any) -> Any:
     """Builds a dataclass from exactly its own fields, each of its own type."""
+    if not isinstance(values, dict):
+        raise SettingError(f"{values!r} is no object of settings for {cls.__name__}")
     kinds = typing.get_type_hints(cls)
     if unknown := sorted(values.keys() - kinds.keys()):
         raise SettingError(f"unknown settings {unknown} for {cls.__name__}; accepted: {sorted(kinds)}")

@@ -9,7 +9,7 @@ import numpy as np
 from train.config import DataConfig, SettingError
 from train.data import tokenizer as tokenizers
 from train.data.documents import ACCEPTED, Skipped, read_documents, split_documents
-from train.data.shards import HELD_OUT_NAMES, TokenStream, name_words, open_shards, shard_paths
+from train.data.shards import HELD_OUT_NAMES, TokenStream, name_words, open_shards, shard_paths, unnamed_shards
 
 # GPT-2's <|endoftext|>, which shards have between documents.
 GPT2_SEPARATOR = 50_256
@@ -47,6 +47,12 @@ class Corpus:
     separator: int
     source: str
     skipped: Skipped
+    is_capped: bool = False  # whether max_bytes ended the reading
+
+    def summary(self, max_bytes: int) -> str:
+        """How much there is, and whether more was left unread."""
+        end = f"; max_bytes={max_bytes} ended the reading there" if self.is_capped else ""
+        return f"{len(self.train):,} tokens to train on and {len(self.held_out):,} held out{end}"
 
 
 def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
@@ -67,6 +73,7 @@ def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
             raise SettingError(
                 f"data={corpus.source!r} leaves {count} tokens for {part}; one sequence of "
                 f"sequence_length={config.sequence_length} needs {needed}. Accepted: {ACCEPTED}, big enough"
+                f"{_left_out(config, skipped)}"
             )
     return corpus
 
@@ -90,16 +97,34 @@ def find_tokenizer(config: DataConfig) -> str | None:
     return str(beside) if beside.is_file() else None
 
 
+def is_text(config: DataConfig) -> bool:
+    """Whether the data is known to be text rather than shards, whose tokens may be of any tokenizer."""
+    return config.data is None or (Path(config.data).exists() and not shard_paths(Path(config.data)))
+
+
 def _from_text(config: DataConfig, vocab_size: int, skipped: Skipped) -> Corpus:
     """Reads documents, splits them, and turns each part into tokens."""
     text = tokenizers.load_tokenizer(config.tokenizer, config.separator, vocab_size)
     documents = read_documents(config, skipped)
-    dtype = np.uint8 if text.tokenizer is None and text.separator < 256 else np.uint32
+    source = str(config.data or "the Python standard library")
+    if not documents:
+        raise SettingError(f"data={source!r} has no text; accepted: {ACCEPTED}{_left_out(config, skipped)}")
+    dtype = np.uint8 if text.tokenizer is None else np.uint32
     train, held_out = (
         ArrayTokens(tokenizers.join(text.encode(part), text.separator, dtype))
         for part in split_documents(documents, config.held_out_fraction)
     )
-    return Corpus(train, held_out, text.separator, str(config.data or "the Python standard library"), skipped)
+    is_capped = sum(map(len, documents)) >= config.max_bytes
+    return Corpus(train, held_out, text.separator, source, skipped, is_capped)
+
+
+def _left_out(config: DataConfig, skipped: Skipped) -> str:
+    """What there was besides, for errors about too little data."""
+    unnamed = [] if config.data is None else unnamed_shards(Path(config.data))
+    if not unnamed:
+        return skipped.note()
+    files = f"{len(unnamed)} .bin or .npy files there, such as {unnamed[0].name},"
+    return f"; {files} have neither train nor val in their names{skipped.note()}"
 
 
 def _from_shards(config: DataConfig, vocab_size: int, paths: list[Path], skipped: Skipped) -> Corpus:

@@ -15,12 +15,16 @@ import zstandard
 
 from train.config import DataConfig, SettingError
 
-ACCEPTED = "a UTF-8 text file, JSON lines (.jsonl, also .gz or .zst), a folder of these, or token shards (.bin, .npy)"
+ACCEPTED = (
+    "a UTF-8 text file, JSON lines (.jsonl, .ndjson, .json, also .gz or .zst), a folder of these, "
+    "or token shards (.bin, .npy)"
+)
 # Not read from the standard library: tests are half its bytes and full of tables, site-packages differ by machine.
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # Text has no zero byte: a file with one is taken for binary.
 BINARY_MARK = b"\0"
-_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst")
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = (".gz", ".zst")
 
 
 class DataError(SettingError):
@@ -41,13 +45,16 @@ class Skipped:
         self.count += 1
         self.first = self.first or str(error)
 
+    def note(self) -> str:
+        """What an error about too little data ends with; nothing if nothing was left out."""
+        return f"; {self.count} left out as damaged, first: {self.first}" if self.count else ""
+
 
 def read_documents(config: DataConfig, skipped: Skipped) -> list[bytes]:
     """Distinct documents, max_bytes in all, in the order of their files' hashed names: a cap takes a fair sample.
 
     Raises:
       FileNotFoundError: the path does not exist.
-      SettingError: no text there.
       DataError: a damaged file or line, unless on_bad_data is "skip".
     """
     documents: list[bytes] = []
@@ -64,8 +71,6 @@ def read_documents(config: DataConfig, skipped: Skipped) -> list[bytes]:
                 room -= len(document)
             if room <= 0:
                 return documents
-    if not documents:
-        raise SettingError(f"data={str(root)!r} has no text; accepted: {ACCEPTED}")
     return documents
 
 
@@ -113,9 +118,11 @@ def split_documents(documents: list[bytes], fraction: float) -> tuple[list[bytes
 
 def _documents_of(path: Path, config: DataConfig, room: int | None, skipped: Skipped) -> Iterator[bytes]:
     """The documents of one file: its lines if they are JSON, else the whole of it; nothing if it is binary."""
-    with path.open("rb") as raw, _decompressed(raw, path.suffix) as file:
+    name = Path(path.name.lower())
+    kind = (name.with_suffix("") if name.suffix in _COMPRESSED else name).suffix
+    with path.open("rb") as raw, _decompressed(raw, name.suffix) as file:
         try:
-            if path.name.endswith(_JSON_LINES):
+            if kind in _JSON_LINES:
                 yield from _json_lines(path, file, config, skipped)
             else:
                 document = file.read(-1 if room is None else max(room, 0))

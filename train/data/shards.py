@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from train.data.documents import DataError, Skipped
+from train.files import write_whole
 
 SUFFIXES = (".bin", ".npy")
 HELD_OUT_NAMES = ("val", "valid", "validation", "test")
@@ -31,7 +32,7 @@ class Shard:
     count: int
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Tokens first to first + count, which must be there, as int32.
+        """Tokens first to first + count, which must be there, as they are stored.
 
         Raises:
           DataError: the file is shorter than it was, or cannot be read.
@@ -44,7 +45,7 @@ class Shard:
         if len(tokens) < count:
             end = offset + len(tokens) * self.dtype.itemsize
             raise DataError(f"{self.path} ends at byte {end}; the tokens wanted end {count - len(tokens)} further on")
-        return tokens.astype(np.int32)
+        return tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class TokenStream:
         return (total if self.last is None else self.last) - self.first
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start to start + count.
+        """Tokens start to start + count, as int32.
 
         Raises:
           DataError: as Shard.read, and for a token at or above vocab_size, with the byte that it is at.
@@ -71,7 +72,7 @@ class TokenStream:
             if start < shard.count and count > 0:
                 part = shard.read(start, min(count, shard.count - start))
                 _check_tokens(shard, part, start, self.vocab_size)
-                parts.append(part)
+                parts.append(part.astype(np.int32))  # After the check, for none is above int32 then.
                 start, count = start + len(part), count - len(part)
             start -= shard.count
         return np.concatenate(parts)
@@ -89,8 +90,23 @@ def shard_paths(root: Path) -> list[Path]:
     """
     if root.is_file():
         return [root] if root.suffix in SUFFIXES else []
-    found = sorted(path for suffix in SUFFIXES for path in root.rglob(f"[!.]*{suffix}") if path.is_file())
-    return [path for path in found if not name_words(path).isdisjoint(("train", *HELD_OUT_NAMES))]
+    return [path for path in _candidates(root) if _is_named(path)]
+
+
+def unnamed_shards(root: Path) -> list[Path]:
+    """The files in a folder that only their names keep from being shards."""
+    return [] if root.is_file() else [path for path in _candidates(root) if not _is_named(path)]
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Every .bin and .npy in a folder, sorted by name; no hidden ones, as of a train.prepare at work."""
+    found = sorted(path for suffix in SUFFIXES for path in root.rglob(f"*{suffix}") if path.is_file())
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+
+
+def _is_named(path: Path) -> bool:
+    """Whether a file's name says which part of the data it is."""
+    return not name_words(path).isdisjoint(("train", *HELD_OUT_NAMES))
 
 
 def name_words(path: Path) -> set[str]:
@@ -145,16 +161,11 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     version, dtype = HEADERS[mark]
     header = np.zeros(HEADER_INTS, "<i4")
     header[:3] = mark, version, len(tokens)
-    # Under another name until it is whole.
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype(dtype).tobytes())
-    partial.replace(path)
+    write_whole(path, header.tobytes(), tokens.astype(dtype).tobytes())
 
 
 def _open_npy(path: Path, size: int) -> Shard:
-    """A one-dimensional array of unsigned or signed integers of at most 32 bits."""
+    """A one-dimensional array of unsigned or signed integers."""
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
@@ -163,7 +174,7 @@ def _open_npy(path: Path, size: int) -> Shard:
             start = file.tell()
     except ValueError as error:
         raise DataError(f"{path}: no .npy header at byte 0: {error}") from error
-    if len(shape) != 1 or dtype.kind not in "ui" or dtype.itemsize > 4:
+    if len(shape) != 1 or dtype.kind not in "ui":
         raise DataError(f"{path} holds {dtype} of shape {shape}; accepted is one axis of uint16, int32 or the like")
     return _checked(Shard(path, dtype, start, shape[0]), size)
 

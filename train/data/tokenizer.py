@@ -41,10 +41,16 @@ def load_tokenizer(path: str | None, separator: int | None, vocab_size: int) -> 
     """Bytes for None, else the tokenizer at a path.
 
     Raises:
-      SettingError: the file is not there or not a tokenizer, has more tokens than the model has rows, or no separator.
+      SettingError: the file is not there or not a tokenizer, has more tokens than the model has rows, or no separator;
+        bytes with a separator that is none.
     """
     if path is None:
-        return TextTokenizer(None, BYTE_SEPARATOR if separator is None else separator, BYTE_VOCABULARY)
+        separator = BYTE_SEPARATOR if separator is None else separator
+        if not 0 <= separator < BYTE_VOCABULARY:
+            raise SettingError(
+                f"separator={separator} must be at least 0 and below {BYTE_VOCABULARY}: text is read as bytes"
+            )
+        return TextTokenizer(None, separator, BYTE_VOCABULARY)
     if not Path(path).is_file():
         raise SettingError(f"tokenizer={path!r} is no file; accepted: a Hugging Face {FILE_NAME}")
     try:
