@@ -226,6 +226,15 @@ def test_json_lines_are_documents(tmp_path, lines, suffix):
     assert set(documents(corpus.train) + documents(corpus.held_out)) == {line["text"].encode() for line in LINES}
 
 
+def test_a_json_file_that_holds_no_lines_of_text_is_text(tmp_path):
+    package = {"name": "a package", "text": ["no"], "files": list(range(200))}
+    contents = [json.dumps(package, indent=2), '{"name": "minified"}', '"a text"', "[1, 2]", "7"]
+    for i, content in enumerate(contents):
+        (tmp_path / f"{i}.json").write_text(content)
+    corpus = load(tmp_path, held_out_fraction=0.2)
+    assert set(documents(corpus.train) + documents(corpus.held_out)) == {content.encode() for content in contents}
+
+
 def damaged_files(path):
     good = "".join(json.dumps(line) + "\n" for line in LINES)
     for name, content in {

@@ -122,7 +122,7 @@ def _documents_of(path: Path, config: DataConfig, room: int | None, skipped: Ski
     kind = (name.with_suffix("") if name.suffix in _COMPRESSED else name).suffix
     with path.open("rb") as raw, _decompressed(raw, name.suffix) as file:
         try:
-            if kind in _JSON_LINES:
+            if kind in _JSON_LINES and (kind != ".json" or _begins_with_text(path, name.suffix, config)):
                 yield from _json_lines(path, file, config, skipped)
             else:
                 document = file.read(-1 if room is None else max(room, 0))
@@ -131,6 +131,17 @@ def _documents_of(path: Path, config: DataConfig, room: int | None, skipped: Ski
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
             message = f"{path} is damaged at byte {raw.tell()} of {path.stat().st_size}: {error}"
             skipped.stop_or_count(DataError(message), config.on_bad_data)
+
+
+def _begins_with_text(path: Path, suffix: str, config: DataConfig) -> bool:
+    """Whether the first line is a document: a .json may as well be one value over many lines, which is text."""
+    with path.open("rb") as raw, _decompressed(raw, suffix) as file:
+        line = next(filter(bytes.strip, file), b"")
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and config.text_field in value
 
 
 def _decompressed(raw: BinaryIO, suffix: str) -> io.BufferedReader | BinaryIO:
