@@ -43,7 +43,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, tile: Tile, out_dtype, 
         _forward_tile(q_ref, k_ref, v_ref, scale_refs, mask_refs, out_refs, spec=spec, tile=tile, masks=masks)
 
     own = functools.partial(own_rows, tile.block_q)
-    of_queries = pl.BlockSpec((None, tile.block_q, None, depth), lambda i, n, b: (b, i, n // group, 0))
+    of_queries = own(depth, heads_last=True, group=group)
     scales = [(q_scale, own()), (k_scale, None), (v_scale, of_queries if spec.packed else None)]
     scales = [(x, spec_ or whole_head(x, group=group)) for x, spec_ in scales if x is not None]
     shapes = [

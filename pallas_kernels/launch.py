@@ -181,15 +181,16 @@ def load_rows(ref, first, rows):
     return plgpu.load(ref.at[pl.ds(first, rows), :], mask=exists, other=0.0)
 
 
-def own_rows(rows, *depth, heads_last=False, last=None):
+def own_rows(rows, *depth, heads_last=False, last=None, group=1):
     """The rows that program (i, n, b) owns of [B, N, time, ...], or of [B, time, N, ...] if `heads_last`.
 
-    With `last`, the index of the last tile, that one comes first.
+    With `last`, the index of the last tile, that one comes first. The head is n // group.
     """
     tile = (lambda i: i) if last is None else (lambda i: last - i)
+    head = (lambda n: n) if group == 1 else (lambda n: n // group)
     if heads_last:
-        return pl.BlockSpec((None, rows, None, *depth), lambda i, n, b: (b, tile(i), n, *[0] * len(depth)))
-    return pl.BlockSpec((None, None, rows, *depth), lambda i, n, b: (b, n, tile(i), *[0] * len(depth)))
+        return pl.BlockSpec((None, rows, None, *depth), lambda i, n, b: (b, tile(i), head(n), *[0] * len(depth)))
+    return pl.BlockSpec((None, None, rows, *depth), lambda i, n, b: (b, head(n), tile(i), *[0] * len(depth)))
 
 
 def own_columns(depth, columns):

@@ -80,7 +80,7 @@ def mean_logits(query, mean, *, scale):
         out_ref[...] = jnp.sum(rows * (mean_ref[...] if a_query else mean_ref[...][None, :]), axis=1) * scale
 
     group = heads // mean.shape[-2]
-    a_query_block = pl.BlockSpec((None, ROWS, None, depth), lambda i, n, b: (b, i, n // group, 0))
+    a_query_block = own_rows(ROWS, depth, heads_last=True, group=group)
     return call(
         kernel,
         "sagebwd_mean_logits",
