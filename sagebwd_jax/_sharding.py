@@ -159,11 +159,16 @@ def _can_be_sharded(name) -> bool:
     return name in ("B", "N", _HEADS) or name.startswith(_MAPPED)
 
 
+def _cut_as(name) -> str:
+    """The axis whose shards are this one's."""
+    return _HEADS if name == "N" else name
+
+
 def _sums(result_axes, results, sizes, assigned) -> list[tuple[str, ...]]:
     """For each result the mesh axes over which the parts of devices add up to it: the gradient of a broadcast bias."""
     found = []
     for axes, leaf in zip(result_axes, jax.tree.leaves(results), strict=True):
-        names = {_HEADS if name == "N" else name for name, n in zip(axes, leaf.shape, strict=True) if n != sizes[name]}
+        names = {_cut_as(name) for name, n in zip(axes, leaf.shape, strict=True) if n != sizes[name]}
         found.append(tuple(axis for name in sorted(names) for axis in assigned.get(name, ())))
     return found
 
@@ -185,7 +190,7 @@ def _assign(axes, specs, mesh, sizes) -> dict[str, tuple[str, ...]]:
     for names, spec in zip(axes, specs, strict=True):
         # A spec may be shorter than the array's rank.
         for name, part in zip(names, spec, strict=False):
-            name = _HEADS if name == "N" else name
+            name = _cut_as(name)
             if part is None or name in assigned or not _can_be_sharded(name):
                 continue
             kept, shards = [], 1
@@ -204,7 +209,7 @@ def _specs(axes, leaves, assigned, sizes) -> list[PartitionSpec]:
     """Where each array lies if the axes are sharded so."""
 
     def part(name, size):
-        return assigned.get(_HEADS if name == "N" else name) if size == sizes[name] else None
+        return assigned.get(_cut_as(name)) if size == sizes[name] else None
 
     return [
         PartitionSpec(*(part(name, size) for name, size in zip(names, leaf.shape, strict=True)))
@@ -237,7 +242,7 @@ def _rule(operand_axes, operands, result_axes, results, sizes) -> tuple[str, dic
             if "group" not in alone:
                 alone.append("group")
             return f"({_HEADS} group)"
-        return _HEADS if name == "N" else name
+        return _cut_as(name)
 
     def side(axes, values):
         arrays = zip(axes, jax.tree.leaves(values), strict=True)
