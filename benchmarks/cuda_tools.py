@@ -58,7 +58,7 @@ def assemble(ptx: Path) -> tuple[Path, int, int]:
 def hottest_loop(cubin: Path) -> collections.Counter:
     """Instructions by kind of the loop that has the most matrix instructions; empty if no loop has any."""
     disassembler = Path(find_tool("nvdisasm")).parent
-    path = f"{disassembler}{os.pathsep}{os.environ.get('PATH', '')}"
+    path = f"{disassembler}{os.pathsep}{_ENVIRONMENT.get('PATH', '')}"
     listing = _run([find_tool("cuobjdump"), "--dump-sass", str(cubin)], PATH=path)
     return hottest_loop_of(listing)
 

@@ -53,19 +53,21 @@ def _make_init(config: ModelConfig, mesh: Mesh | None) -> Callable[[Any], Any]:
     """
     shapes = _split_shapes(config)[1]
 
-    def compiled(build: Callable[[nnx.Rngs], nnx.Module], *, drop: tuple[str, ...] = ()) -> Callable[..., Any]:
+    def compiled(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[..., Any]:
+        """(key, count) -> parameters outside of blocks, and the count after them."""
+
         def make(key: Any, count: Array) -> tuple[Any, Array]:
             rngs = nnx.Rngs(key)
             rngs.default.count[...] = count
             params = nnx.state(build(rngs))
-            return {name: x for name, x in params.items() if name not in drop}, rngs.default.count[...]
+            return {name: x for name, x in params.items() if name != "blocks"}, rngs.default.count[...]
 
         if mesh is None:
             return jax.jit(make)
         made, _ = jax.eval_shape(make, jax.random.key(0), jnp.uint32(0))
         return jax.jit(make, out_shardings=(state_shardings(mesh, made), replicated(mesh)))
 
-    outside = compiled(lambda rngs: Decoder(config, rngs=rngs), drop=("blocks",))
+    outside = compiled(lambda rngs: Decoder(config, rngs=rngs))
     block = compiled(lambda rngs: Block(config, rngs=rngs))
 
     def init(key: Any) -> Any:
