@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import numpy as np
-from absl import flags
 from grain.experimental import index_shuffle
 from jax.sharding import NamedSharding
 
 from train.config import TrainConfig
 from train.data.corpus import Corpus, Tokens
+from train.data.workers import read_in_processes
 
 # Steps that are read ahead.
 READ_AHEAD = 8
@@ -97,11 +97,7 @@ def training_batches(
     )
     threads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=READ_AHEAD)
     dataset = grain.MapDataset.source(source)[step:].to_iter_dataset(threads)
-    if config.data.workers:
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # grain's workers read absl's flags, whoever the main program is.
-        options = grain.multiprocessing.MultiprocessingOptions(num_workers=config.data.workers)
-        dataset = dataset.mp_prefetch(options)
+    batches = read_in_processes(dataset, config.data.workers) if config.data.workers else dataset
 
     def place(array: Any) -> jax.Array | None:
         if array is None:
@@ -114,7 +110,7 @@ def training_batches(
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    for batch in dataset:
+    for batch in batches:
         yield Batch(place(batch.tokens), place(batch.segment_ids))
 
 

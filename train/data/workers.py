@@ -1,0 +1,56 @@
+"""Processes that read ahead, by grain: they leave signals to the process that they read for, and end with it."""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import grain
+from absl import flags
+
+
+def read_in_processes(dataset: grain.IterDataset, workers: int) -> Iterator[Any]:
+    """The elements of a dataset in order, made by ``workers`` processes.
+
+    Ctrl-C in a terminal, or a job's SIGTERM, goes to them too: ended by it they would take the batch with them that the
+    step at work may still need.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain's workers read absl's flags, whoever the main program is.
+    options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers)
+    iterator = iter(dataset.mp_prefetch(options, worker_init_fn=_end_with_parent))
+    try:
+        with _signals_blocked():
+            first = list(itertools.islice(iterator, 1))  # grain starts all processes for it.
+        yield from itertools.chain(first, iterator)
+    finally:
+        iterator.close()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Threads and processes that start within never get SIGTERM or SIGINT; this thread gets them afterwards."""
+    # Where it is first needed, its start would let the signals through again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent(worker: int, workers: int) -> None:
+    """In a worker: ends it when the process that it reads for is gone; one that is killed cannot tell it to."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
