@@ -179,9 +179,28 @@ def test_a_ctrl_c_that_nothing_waits_for_is_one_line(capsys):
     def main(arguments):
         raise KeyboardInterrupt
 
-    with pytest.raises(SystemExit) as stop:
-        cli.run(main, [])
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as it is during imports
+    try:
+        with pytest.raises(SystemExit) as stop:
+            cli.run(main, [])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+@pytest.mark.parametrize("module", ["train", "train.compare", "train.prepare", "train.sample"])
+def test_a_ctrl_c_during_imports_ends_the_program_without_a_word(tmp_path, module):
+    (tmp_path / "numpy.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    # What runs in the background of a shell ignores it, and so does what it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-m", module, "--help"]
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_the_second_ctrl_c_is_pythons_own(text, tmp_path, scripted):

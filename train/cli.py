@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,6 +72,8 @@ def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None
     """Runs a program; what a user can cause ends it with one message and exit status 1."""
     # orbax logs each error through absl, with its threads' tracebacks, before it raises it.
     absl.logging.set_verbosity(absl.logging.FATAL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # As train/__init__.py leaves it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(arguments)
     except KeyboardInterrupt:  # What no run waited for: before it, or the second one.
