@@ -158,6 +158,26 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_error(text, tmp_path, sc
     assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 25))
 
 
+def test_a_run_without_checkpoints_of_its_own_goes_on_from_the_newest_that_is_there(text, tmp_path, scripted, capsys):
+    def stop_after(steps):
+        scripted(lambda step: signal.raise_signal(signal.SIGTERM) if step == steps else None)
+
+    run = tmp_path / "run"
+    config = run_config(text)
+    (tmp_path / "config.json").write_text(config.to_json())
+    for checkpoint_every, steps in ((0, 3), (5, 7), (0, 4)):
+        stop_after(steps)
+        more = ["--checkpoint-every", str(checkpoint_every), "--resume", str(run)]
+        program.main(["--config", str(tmp_path / "config.json"), *more])
+    without, saved, gone_on = capsys.readouterr().out.split("stopped by SIGTERM ")[1:]
+    assert without.startswith("after step 3 of 24 without a checkpoint, for checkpoint_every=0\n")
+    assert f"no checkpoint in {run} yet: the run starts again at its first step\n" in without
+    assert saved.startswith("after step 7 of 24 with a checkpoint; go on") and "no checkpoint in" not in saved
+    assert gone_on == "after step 11 of 24 without a checkpoint, for checkpoint_every=0\n"
+    assert series(read_metrics(run), "loss")[0] == list(range(1, 12))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["5", "7"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_the_first_step_is_no_error_either(text, tmp_path, scripted, monkeypatch, capsys, number):
     def load_corpus(*arguments):

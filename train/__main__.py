@@ -7,8 +7,8 @@ import jax
 from rich.console import Console
 
 from . import cli
-from .config import SettingError
-from .loop import train
+from .config import SettingError, TrainConfig
+from .loop import RunResult, train
 from .run_dir import CONFIG_NAME
 
 
@@ -32,18 +32,24 @@ def main(arguments: Sequence[str]) -> None:
     if result.skipped:
         console.print(f"{result.skipped} steps left out, for their loss or gradient was not finite", soft_wrap=True)
     if result.stopped_by:
-        saved = "with a checkpoint" if config.checkpoint_every else "without a checkpoint, for checkpoint_every=0"
-        where = f"after step {result.step} of {config.steps} {saved}" if result.step else "before the first step"
-        console.print(
-            f"stopped by {result.stopped_by} {where}; go on with python -m train --resume {result.run_dir}",
-            soft_wrap=True,
-        )
+        console.print(_stopped(config, result), soft_wrap=True)
         return
     console.print(
         f"held-out loss {result.held_out_loss:.4f} nats per token after {result.step} steps, "
         f"{result.tokens_per_second:,.0f} tokens/s, {result.seconds:.0f} s; written to {result.run_dir}",
         soft_wrap=True,
     )
+
+
+def _stopped(config: TrainConfig, result: RunResult) -> str:
+    """Where a signal ended the run, and how it goes on."""
+    go_on = f"go on with python -m train --resume {result.run_dir}"
+    if not result.step:
+        return f"stopped by {result.stopped_by} before the first step; {go_on}"
+    where = f"stopped by {result.stopped_by} after step {result.step} of {config.steps}"
+    if not config.checkpoint_every:
+        return f"{where} without a checkpoint, for checkpoint_every=0"
+    return f"{where} with a checkpoint; {go_on}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from .health import make_probe
 from .log import NonFiniteLossError as NonFiniteLossError
 from .log import Speed, StepLog, progress_bar
 from .mesh import BATCH_AXES, P, batch_shards, make_mesh
-from .metrics import MetricsWriter, NoMetrics, read_metrics
+from .metrics import MetricsWriter, NoMetrics, read_metrics, series
 from .model import Decoder, count_parameters
 from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
@@ -61,6 +61,7 @@ def train(
       run_dir: the folder; None for the next free one under config.runs_dir.
       console: where the amount of data and the progress bar go; None for the terminal.
       resume: go on from the newest checkpoint in run_dir if there is one; the losses are then those of an unbroken run.
+        Whether new ones are written is config.checkpoint_every's to say.
 
     Raises:
       FileNotFoundError, SettingError: the data or a setting cannot be used; nothing is written then.
@@ -76,20 +77,22 @@ def train(
         corpus = load_corpus(config.data, config.model.vocab_size)
         run_dir = free_run_dir(config) if run_dir is None else run_dir
         is_writer = jax.process_index() == 0
-        if is_writer:
-            (console or get_console()).print(corpus.summary(config.data.max_bytes), soft_wrap=True)
-        if resume and (run_dir / CONFIG_NAME).exists():
+        console = (console or get_console()) if is_writer else Console(quiet=True)
+        console.print(corpus.summary(config.data.max_bytes), soft_wrap=True)
+        is_there = resume and (run_dir / CONFIG_NAME).is_file()
+        if is_there:
             check_continues(read_config(run_dir), config)
         elif is_writer:
             make_run_dir(run_dir, may_exist=resume)
-        checkpoints = None
-        if config.checkpoint_every:
-            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(run_dir, keep=config.keep_checkpoints)))
-        first = (checkpoints and checkpoints.latest()) or 0
+        checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints, read_only=not config.checkpoint_every)
+        stack.enter_context(contextlib.closing(checkpoints))
+        first = checkpoints.latest() or 0
         if config.steps < first:
             raise SettingError(
                 f"steps={config.steps}: the run has a checkpoint of step {first}; steps must be at least that"
             )
+        if is_there and not first:
+            console.print(f"no checkpoint in {run_dir} yet: the run starts again at its first step", soft_wrap=True)
         # With no step left to make, they say nothing about the run.
         if is_writer and first < config.steps:
             write_config(run_dir, config, step=first)
@@ -104,15 +107,9 @@ def train(
         log = session.make_log(writer, bar)
         step = session.run(log, stop)
     session.draw()
-    records = read_metrics(run_dir)
-    losses = [record["loss"] for record in records if record.get("loss") is not None]
-    held_out = [record["held_out_loss"] for record in records if "held_out_loss" in record]
-    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     return RunResult(
         run_dir=run_dir,
-        train_loss=float(np.mean(losses[-math.ceil(len(losses) / 10) :])) if losses else math.nan,
-        held_out_loss=held_out[-1] if held_out else math.nan,
-        tokens_per_second=float(np.median(speeds)) if speeds else math.nan,
+        **_results(read_metrics(run_dir)),
         seconds=time.perf_counter() - start,
         step=step,
         stopped_by=stop.signal if step < config.steps else None,
@@ -121,15 +118,25 @@ def train(
     )
 
 
+def _results(records: list[dict[str, Any]]) -> dict[str, float]:
+    """What RunResult takes from a run's records; NaN for what there is none of."""
+    losses, held_out, speeds = (series(records, name)[1] for name in ("loss", "held_out_loss", "tokens_per_second"))
+    return dict(
+        train_loss=float(np.mean(losses[-math.ceil(len(losses) / 10) :])) if losses else math.nan,
+        held_out_loss=held_out[-1] if held_out else math.nan,
+        tokens_per_second=float(np.median(speeds)) if speeds else math.nan,
+    )
+
+
 class _Session:
     """One start of a run: what it computes with, and where it is."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints | None):
+    def __init__(self, config: TrainConfig, run_dir: Path, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints):
         self.config, self.run_dir, self.mesh, self.corpus, self.checkpoints = config, run_dir, mesh, corpus, checkpoints
         self.shards = batch_shards(mesh)
         optimizer = make_optimizer(config.optimizer, config.steps)
         keeps_ema = config.optimizer.ema_decay > 0
-        if checkpoints is not None and checkpoints.latest() is not None:
+        if checkpoints.latest() is not None:
             self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
             like = abstract_state(config.model, optimizer, keeps_ema=keeps_ema, mesh=mesh)
             self.state, self.progress = checkpoints.restore(like)
@@ -170,8 +177,7 @@ class _Session:
             if pending is not None:
                 log.record(step - 1, pending)
             pending = metrics
-            if self.checkpoints is not None:
-                self.checkpoints.check()
+            self.checkpoints.check()
             is_last = step == config.steps
             is_stopped = stop.is_made(step)
             is_held_out = is_last or step % config.eval_every == 0
@@ -187,15 +193,13 @@ class _Session:
                 log.record_health(step, self.health())
             # Last, so that all records of the step are there when its checkpoint is.
             if is_saved:
-                assert self.checkpoints is not None
                 self.checkpoints.save(self.state, Progress(step, log.seconds(), log.skipped))
                 log.restart_clock(step)
             if is_stopped:
                 break
         if pending is not None:
             log.record(step, pending)
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.checkpoints.wait()
         return step
 
     def held_out_loss(self) -> float:
