@@ -178,8 +178,9 @@ class TestCommandLine:
         (tmp_path / "config.json").write_text(saved.to_json())
         got = self.command("--config", str(tmp_path / "config.json"), "--steps", "700")
         assert got.config == dataclasses.replace(saved, steps=700) and got.run_dir is None
-        with pytest.raises(FileNotFoundError, match="nowhere.json"):
-            self.command("--config", str(tmp_path / "nowhere.json"))
+        for path in (tmp_path / "nowhere.json", tmp_path):
+            with pytest.raises(SettingError, match=f"config='{path}' is no file; accepted: the config.json of a run"):
+                self.command("--config", str(path))
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -209,6 +210,13 @@ class TestCommandLine:
         (tmp_path / "run" / "config.json").write_text(first.config.to_json())
         # The command of the first start starts it again; and so does the folder alone.
         assert self.command(*arguments) == self.command("--resume", str(tmp_path / "run")) == first
+
+    def test_a_config_that_is_named_counts_for_a_run_that_is_there_too(self, tmp_path):
+        (tmp_path / "config.json").write_text(PRESETS["30m"].to_json())
+        changed = dataclasses.replace(PRESETS["30m"], log_every=3)
+        (tmp_path / "changed.json").write_text(changed.to_json())
+        got = self.command("--config", str(tmp_path / "changed.json"), "--resume", str(tmp_path))
+        assert got.config == changed and got.run_dir == tmp_path
 
     def test_a_run_goes_on_only_with_what_keeps_its_model_and_batches(self):
         config = micro_config()

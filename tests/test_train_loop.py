@@ -170,9 +170,12 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(text, tmp_path, script
         loop.train(run_config(text, tmp_path), console=quiet())
 
 
-def test_nothing_is_written_when_the_data_cannot_be_used(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        loop.train(run_config(str(tmp_path / "nowhere"), tmp_path / "runs"), console=quiet())
+@pytest.mark.parametrize("overrides", [dict(data="nowhere"), dict(attention="cudnn", compute_dtype="bfloat16")])
+def test_nothing_is_written_when_the_data_or_a_setting_cannot_be_used(text, tmp_path, overrides):
+    config = run_config(text, tmp_path / "runs")
+    config = micro_config(**vars(config.data) | dict(runs_dir=config.runs_dir) | overrides)
+    with pytest.raises((FileNotFoundError, SettingError), match="'nowhere' does not exist|attention='cudnn' needs"):
+        loop.train(config, console=quiet())
     assert not (tmp_path / "runs").exists()
 
 
@@ -283,6 +286,16 @@ def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
         assert part in shown
     for name in ("compare_tokens.png", "compare_seconds.png"):
         assert imread(tmp_path / name).shape[:2] == (1050, 1200)
+
+
+def test_runs_without_settings_or_records_are_refused_by_name(finished, tmp_path):
+    _, result, _ = finished
+    (tmp_path / "fresh").mkdir()
+    (tmp_path / "fresh" / "config.json").write_bytes((result.run_dir / "config.json").read_bytes())
+    for name, message in (("none", "none' is no run: it has no config.json"), ("fresh", "fresh' has no records yet")):
+        for runs in ([tmp_path / name, result.run_dir], [result.run_dir, tmp_path / name]):
+            with pytest.raises((FileNotFoundError, SettingError), match=message):
+                compare_runs(runs, tmp_path, console=quiet())
 
 
 def test_table_has_both_losses_and_the_gap(tmp_path):

@@ -327,6 +327,10 @@ def test_other_batches_or_another_model_are_refused(text, tmp_path, scripted):
     train(config, tmp_path / "run")
     with pytest.raises(SettingError, match="seed=9: the run has 0 and cannot go on with another"):
         train(dataclasses.replace(config, seed=9), tmp_path / "run")
+    # Before the data is read, which may take long.
+    unread = dataclasses.replace(config, seed=9, data=dataclasses.replace(config.data, data="nowhere"))
+    with pytest.raises(SettingError, match="seed=9: the run has 0"):
+        train(unread, tmp_path / "run")
     longer = dataclasses.replace(config, steps=30)
     assert train(longer, tmp_path / "run").step == 30 and read_config(tmp_path / "run") == longer
     # What the steps before were made with stays, and what no step is made with is not written down.

@@ -17,7 +17,7 @@ from .run_dir import CONFIG_NAME, read_config, read_settings
 
 _STARTS = (
     " --config FILE starts from a run's config.json instead of a preset. --resume RUN goes on with the run in that "
-    "folder, or starts it there: the same command starts a run and restarts it after a crash."
+    "folder and its settings, or starts it there: the same command starts a run and restarts it after a crash."
 )
 
 
@@ -33,17 +33,19 @@ def parse_command(arguments: Sequence[str], *, program: str, description: str) -
     """Settings from arguments such as ``--preset tiny --steps 20``; unknown ones end the program with a message.
 
     Raises:
-      FileNotFoundError: --config names no file.
-      SettingError: a file that holds no settings; a run to go on with that is none, and nothing says what to start.
+      SettingError: --config names no file, or one that holds no settings; a run to go on with that is none, and nothing
+        says what to start.
     """
     starts = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     starts.add_argument("--config", type=Path)
     starts.add_argument("--resume", type=Path)
     start, rest = starts.parse_known_args(list(arguments))
-    if start.resume is not None and (start.resume / CONFIG_NAME).is_file():
-        defaults = read_config(start.resume)
-    elif start.config is not None:
+    if start.config is not None:
+        if not start.config.is_file():
+            raise SettingError(f"config={str(start.config)!r} is no file; accepted: the {CONFIG_NAME} of a run")
         defaults = read_settings(start.config)
+    elif start.resume is not None and (start.resume / CONFIG_NAME).is_file():
+        defaults = read_config(start.resume)
     elif start.resume is not None and not any(argument.split("=")[0] == "--preset" for argument in rest):
         raise SettingError(
             f"resume={str(start.resume)!r} is no run: it has no {CONFIG_NAME}; "

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from rich import get_console
 from rich.console import Console
@@ -25,12 +24,12 @@ from .log import NonFiniteLossError as NonFiniteLossError
 from .log import Speed, StepLog, progress_bar
 from .mesh import BATCH_AXES, P, batch_shards, make_mesh
 from .metrics import MetricsWriter, NoMetrics, read_metrics, series
-from .model import Decoder, count_parameters
+from .model import count_parameters, select_attention
 from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
 from .plots import plot_losses
 from .run_dir import CONFIG_NAME, check_continues, free_run_dir, keep_tokenizer, make_run_dir, read_config, write_config
-from .step import StepMetrics, abstract_state, init_model, init_state, make_eval_step, make_train_step
+from .step import StepMetrics, abstract_model, abstract_state, init_model, init_state, make_eval_step, make_train_step
 from .stop import StopRequest
 
 
@@ -74,15 +73,16 @@ def train(
         stop = stack.enter_context(StopRequest())
         mesh = make_mesh(config.mesh, config.model)
         config.accumulation(batch_shards(mesh))
-        corpus = load_corpus(config.data, config.model.vocab_size)
+        select_attention(config.model.attention)  # Which this machine may not have.
         run_dir = free_run_dir(config) if run_dir is None else run_dir
-        is_writer = jax.process_index() == 0
-        console = (console or get_console()) if is_writer else Console(quiet=True)
-        console.print(corpus.summary(config.data.max_bytes), soft_wrap=True)
         is_there = resume and (run_dir / CONFIG_NAME).is_file()
         if is_there:
             check_continues(read_config(run_dir), config)
-        elif is_writer:
+        corpus = load_corpus(config.data, config.model.vocab_size)
+        is_writer = jax.process_index() == 0
+        console = (console or get_console()) if is_writer else Console(quiet=True)
+        console.print(corpus.summary(config.data.max_bytes), soft_wrap=True)
+        if is_writer and not is_there:
             make_run_dir(run_dir, may_exist=resume)
         checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints, read_only=not config.checkpoint_every)
         stack.enter_context(contextlib.closing(checkpoints))
@@ -136,12 +136,13 @@ class _Session:
         self.shards = batch_shards(mesh)
         optimizer = make_optimizer(config.optimizer, config.steps)
         keeps_ema = config.optimizer.ema_decay > 0
+        self.graphdef, shapes = abstract_model(config.model)
+        self.parameters = count_parameters(shapes)
         if checkpoints.latest() is not None:
-            self.graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
             like = abstract_state(config.model, optimizer, keeps_ema=keeps_ema, mesh=mesh)
             self.state, self.progress = checkpoints.restore(like)
         else:
-            self.graphdef, params = init_model(config.model, config.seed, mesh)
+            _, params = init_model(config.model, config.seed, mesh)
             self.state = init_state(params, optimizer, keeps_ema=keeps_ema, mesh=mesh)
             self.progress = Progress(step=0, seconds=0.0, skipped=0)
         self.train_step = make_train_step(
@@ -154,10 +155,9 @@ class _Session:
     def make_log(self, writer: MetricsWriter | NoMetrics, bar: Any) -> StepLog:
         """The log, where the run goes on."""
         config = self.config
-        parameters = count_parameters(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
         peak = config.peak_flops or peak_flops(self.mesh.devices.flat[0])
         speed = Speed(
-            flops_per_token(config.model, parameters, config.data.sequence_length),
+            flops_per_token(config.model, self.parameters, config.data.sequence_length),
             peak and peak * self.mesh.devices.size,
         )
         return StepLog(config, writer, bar, speed, **dataclasses.asdict(self.progress))

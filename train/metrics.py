@@ -73,12 +73,13 @@ def keep_records(path: Path, step: int) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order; of one that is at work or was killed, those that are whole.
+    """All records of a run, in order; of one that is at work or was killed, those that are whole, and none before them.
 
     Raises:
       SettingError: a line that is none.
     """
-    return [record for _, record in _lines(run_dir / FILE_NAME)]
+    path = run_dir / FILE_NAME
+    return [record for _, record in _lines(path)] if path.exists() else []
 
 
 def series(records: list[dict[str, Any]], name: str, axis: str = "step") -> tuple[list[Any], list[Any]]:

@@ -161,6 +161,6 @@ def project(x: Float[Array, "B T W"], rows: Float[Array, "V W"]) -> Float[Array,
     return constrain(logits, BATCH_AXES, None, "tensor")
 
 
-def count_parameters(model: Decoder) -> int:
-    """Numbers that training may change; works on shapes alone."""
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+def count_parameters(params: Any) -> int:
+    """Numbers that training may change, of arrays or shapes."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

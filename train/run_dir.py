@@ -63,7 +63,7 @@ def read_settings(path: Path) -> TrainConfig:
     """The settings in a file.
 
     Raises:
-      FileNotFoundError: it is not there. SettingError: it holds no settings, or some that are refused.
+      SettingError: it holds no settings, or some that are refused.
     """
     try:
         return TrainConfig.from_json(path.read_text(encoding="utf-8"))

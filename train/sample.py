@@ -22,6 +22,7 @@ from .data.tokenizer import TextTokenizer, load_tokenizer
 from .mesh import make_mesh, state_shardings
 from .model import Decoder
 from .run_dir import read_config
+from .step import abstract_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ def load_model(run_dir: Path, attention: AttentionName | None) -> tuple[TrainCon
     """
     config = read_config(run_dir)
     model = config.model if attention is None else dataclasses.replace(config.model, attention=attention)
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
+    graphdef, shapes = abstract_model(model)
     mesh = make_mesh("data=1", model, jax.devices()[:1])
     like = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -36,13 +36,19 @@ class StepMetrics(NamedTuple):
     grad_norm: Float[Array, ""]  # global, before clipping
 
 
+def abstract_model(config: ModelConfig) -> tuple[Any, Any]:
+    """The decoder's structure and the shapes of its parameters, without the memory of any."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+
 def init_model(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """The decoder's structure and its initial parameters; the same seed gives the same ones for every attention.
 
     On a mesh each device makes its own part of them, and the values are those of one device.
     """
-    graphdef, _ = _split_shapes(config)
-    return graphdef, _make_init(dataclasses.replace(config, attention="exact"), mesh)(jax.random.key(seed))
+    return abstract_model(config)[0], _make_init(dataclasses.replace(config, attention="exact"), mesh)(
+        jax.random.key(seed)
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -51,7 +57,7 @@ def _make_init(config: ModelConfig, mesh: Mesh | None) -> Callable[[Any], Any]:
 
     One program makes any of the blocks: all of them in one would keep XLA busy for most of a minute.
     """
-    shapes = _split_shapes(config)[1]
+    shapes = abstract_model(config)[1]
 
     def compiled(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[..., Any]:
         """(key, count) -> parameters outside of blocks, and the count after them."""
@@ -95,17 +101,12 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and places of a state, to restore one into, without the memory of any."""
     make = functools.partial(_fresh_state, optimizer=optimizer, keeps_ema=keeps_ema)
-    shapes = jax.eval_shape(make, _split_shapes(config)[1])
+    shapes = jax.eval_shape(make, abstract_model(config)[1])
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
         state_shardings(mesh, shapes),
     )
-
-
-def _split_shapes(config: ModelConfig) -> tuple[Any, Any]:
-    """The decoder's structure and the shapes of its parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
 
 def _fresh_state(params: Any, optimizer: optax.GradientTransformation, keeps_ema: bool) -> TrainState:
