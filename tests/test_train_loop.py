@@ -16,7 +16,7 @@ from train_micro import micro_config, write_text
 
 from train import __main__ as program
 from train import loop
-from train.compare import compare, compare_runs, loss_table, relative_gap
+from train.compare import compare, compare_runs, loss_table, relative_gap, runs_table
 from train.config import SettingError, TrainConfig
 from train.data import load_corpus, unigram_loss
 from train.data.shards import write_shard
@@ -286,6 +286,14 @@ def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
         assert part in shown
     for name in ("compare_tokens.png", "compare_seconds.png"):
         assert imread(tmp_path / name).shape[:2] == (1050, 1200)
+
+
+def test_a_table_of_runs_has_room_for_their_names(finished, tmp_path, monkeypatch):
+    _, result, _ = finished
+    monkeypatch.chdir(result.run_dir.parent)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(runs_table([Path(result.run_dir.name)]))
+    assert f" {result.run_dir.name}  exact      40/40 " in console.file.getvalue()
 
 
 def test_runs_without_settings_or_records_are_refused_by_name(finished, tmp_path):

@@ -70,7 +70,9 @@ def relative_gap(results: Mapping[AttentionName, RunResult]) -> float:
 
 def runs_table(run_dirs: Sequence[Path]) -> Table:
     """One line a run: how far it came, and its last held-out loss beside the first run's at that step."""
-    table = Table(caption="gap: held-out loss against the first run's at the same step", box=SIMPLE_HEAD)
+    caption = "gap: held-out loss against the first run's at the same step"
+    # Narrow, so that the names of runs have room in 80 columns.
+    table = Table(caption=caption, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in ("run", "attention", "step", "held out", "gap", "tokens/s", "hours", "skipped"):
         justify = "left" if heading in ("run", "attention") else "right"
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading != "run")
