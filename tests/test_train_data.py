@@ -278,7 +278,8 @@ def test_damaged_text_is_left_out_and_counted_if_asked(tmp_path):
         (
             lambda path: path.write_text("word " * 20),
             SettingError,
-            "leaves 6 tokens for held_out; one sequence of sequence_length=24 needs 25",
+            "leaves 6 tokens for held_out; one sequence of sequence_length=24 needs 25; accepted: more data, a shorter "
+            "sequence_length, another share by held_out_fraction=0.05$",
         ),
     ],
 )

@@ -72,7 +72,8 @@ def load_corpus(config: DataConfig, vocab_size: int) -> Corpus:
         if count < needed:
             raise SettingError(
                 f"data={corpus.source!r} leaves {count} tokens for {part}; one sequence of "
-                f"sequence_length={config.sequence_length} needs {needed}. Accepted: {ACCEPTED}, big enough"
+                f"sequence_length={config.sequence_length} needs {needed}; accepted: more data, a shorter "
+                f"sequence_length, another share by held_out_fraction={config.held_out_fraction}"
                 f"{_left_out(config, skipped)}"
             )
     return corpus
