@@ -11,17 +11,17 @@ from pathlib import Path
 import grain
 import pytest
 
-from train.data.workers import read_in_processes
+from train.data.workers import reading_ahead
 
 ROOT = Path(__file__).parent.parent
 ORPHANS = """
 import grain, multiprocessing, os, signal
-from train.data.workers import read_in_processes
+from train.data.workers import reading_ahead
 if __name__ == "__main__":
-    elements = read_in_processes(grain.MapDataset.range(1000).to_iter_dataset(), 2)
-    next(elements)
-    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    with reading_ahead(grain.MapDataset.range(1000).to_iter_dataset(), 2) as elements:
+        next(iter(elements))
+        print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -36,25 +36,25 @@ def test_a_signal_to_the_whole_group_does_not_end_the_reading(monkeypatch, capfd
 
     monkeypatch.setattr(SpawnProcess, "start", start_and_signal)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    elements = read_in_processes(grain.MapDataset.range(20).to_iter_dataset(), 2)
-    assert next(elements) == 0 and len(started) == 2
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-    for pid in started:
-        os.kill(pid, number)
-    assert list(elements) == list(range(1, 20))
+    with reading_ahead(grain.MapDataset.range(20).to_iter_dataset(), 2) as elements:
+        assert len(started) == 2
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+        for pid in started:
+            os.kill(pid, number)
+        assert list(elements) == list(range(20))
     assert not multiprocessing.active_children()
     assert capfd.readouterr().err == ""
 
 
 def test_reading_that_is_given_up_leaves_no_process():
-    elements = read_in_processes(grain.MapDataset.range(1000).to_iter_dataset(), 3)
-    assert next(elements) == 0 and len(multiprocessing.active_children()) == 3
-    elements.close()
+    with reading_ahead(grain.MapDataset.range(1000).to_iter_dataset(), 3) as elements:
+        assert next(iter(elements)) == 0 and len(multiprocessing.active_children()) == 3
     assert not multiprocessing.active_children()
 
 
 def test_nothing_to_read_is_no_error():
-    assert list(read_in_processes(grain.MapDataset.range(0).to_iter_dataset(), 2)) == []
+    with reading_ahead(grain.MapDataset.range(0).to_iter_dataset(), 2) as elements:
+        assert list(elements) == []
 
 
 def test_workers_end_with_a_parent_that_is_killed():

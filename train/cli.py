@@ -79,6 +79,7 @@ def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None
     try:
         main(arguments)
     except KeyboardInterrupt:  # What no run waited for: before it, or the second one.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # The next one may come while Python ends: no traceback either.
         print("stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
     except CheckpointError as error:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,14 @@ def _results(records: list[dict[str, Any]]) -> dict[str, float]:
     )
 
 
+class _Due(NamedTuple):
+    """What there is to do after a step."""
+
+    held_out: bool
+    health: bool
+    checkpoint: bool
+
+
 class _Session:
     """One start of a run: what it computes with, and where it is."""
 
@@ -170,37 +178,48 @@ class _Session:
         sharding = NamedSharding(self.mesh, P(None, BATCH_AXES, None))
         # Step n is dispatched before the metrics of step n - 1 are fetched, so that the device never waits for Python.
         pending: StepMetrics | None = None
-        for batch in training_batches(config, self.corpus, sharding, self.shards, step):
-            step += 1
-            with _on(self.mesh):
-                self.state, metrics = self.train_step(self.state, *batch)
-            if pending is not None:
-                log.record(step - 1, pending)
-            pending = metrics
-            self.checkpoints.check()
-            is_last = step == config.steps
-            is_stopped = stop.is_made(step)
-            is_held_out = is_last or step % config.eval_every == 0
-            is_probed = bool(config.health_every) and (is_last or step % config.health_every == 0)
-            is_saved = bool(config.checkpoint_every) and (is_last or is_stopped or step % config.checkpoint_every == 0)
-            if is_held_out or is_probed or is_saved:
-                log.record(step, pending)
-                pending = None
-            if is_held_out:
-                log.record_held_out(step, self.held_out_loss())
-                self.draw()
-            if is_probed and config.model.attention == "sagebwd":
-                log.record_health(step, self.health())
-            # Last, so that all records of the step are there when its checkpoint is.
-            if is_saved:
-                self.checkpoints.save(self.state, Progress(step, log.seconds(), log.skipped))
-                log.restart_clock(step)
-            if is_stopped:
-                break
+        with contextlib.closing(training_batches(config, self.corpus, sharding, self.shards, step)) as batches:
+            for batch in batches:
+                step += 1
+                with _on(self.mesh):
+                    self.state, metrics = self.train_step(self.state, *batch)
+                if pending is not None:
+                    log.record(step - 1, pending)
+                pending = metrics
+                self.checkpoints.check()
+                is_stopped = stop.is_made(step)
+                due = self._due(step, is_stopped)
+                if any(due):
+                    log.record(step, pending)
+                    pending = None
+                    self._do(due, step, log)
+                if is_stopped:
+                    break
         if pending is not None:
             log.record(step, pending)
         self.checkpoints.wait()
         return step
+
+    def _due(self, step: int, is_stopped: bool) -> _Due:
+        """What follows a step."""
+        config, is_last = self.config, step == self.config.steps
+        is_probed = bool(config.health_every) and (is_last or step % config.health_every == 0)
+        return _Due(
+            held_out=is_last or step % config.eval_every == 0,
+            health=is_probed and config.model.attention == "sagebwd",
+            checkpoint=bool(config.checkpoint_every) and (is_last or is_stopped or step % config.checkpoint_every == 0),
+        )
+
+    def _do(self, due: _Due, step: int, log: StepLog) -> None:
+        """Does it; the checkpoint last, so that all records of the step are there when it is."""
+        if due.held_out:
+            log.record_held_out(step, self.held_out_loss())
+            self.draw()
+        if due.health:
+            log.record_health(step, self.health())
+        if due.checkpoint:
+            self.checkpoints.save(self.state, Progress(step, log.seconds(), log.skipped))
+            log.restart_clock(step)
 
     def held_out_loss(self) -> float:
         """Mean loss in nats per token over the held-out sequences, of the moving average if there is one."""

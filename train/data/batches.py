@@ -5,7 +5,7 @@ order of its own. No state is kept: a run goes on at any step, with any number o
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 import grain
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from train.config import TrainConfig
 from train.data.corpus import Corpus, Tokens
-from train.data.workers import read_in_processes
+from train.data.workers import reading_ahead
 
 # Steps that are read ahead.
 READ_AHEAD = 8
@@ -78,8 +78,10 @@ def segment_ids(tokens: np.ndarray, separator: int) -> np.ndarray:
 
 def training_batches(
     config: TrainConfig, corpus: Corpus, sharding: NamedSharding, shards: int, step: int
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The batches [A, B, T + 1] of a run from ``step`` (0 for the first) to its last, on the devices.
+
+    To be closed, for there may be processes that read ahead.
 
     Raises:
       DataError: a shard that is cut short, or holds a token that the model does not have.
@@ -97,7 +99,6 @@ def training_batches(
     )
     threads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=READ_AHEAD)
     dataset = grain.MapDataset.source(source)[step:].to_iter_dataset(threads)
-    batches = read_in_processes(dataset, config.data.workers) if config.data.workers else dataset
 
     def place(array: Any) -> jax.Array | None:
         if array is None:
@@ -110,8 +111,9 @@ def training_batches(
 
         return jax.make_array_from_callback(shape, sharding, part)
 
-    for batch in batches:
-        yield Batch(place(batch.tokens), place(batch.segment_ids))
+    with reading_ahead(dataset, config.data.workers) as batches:
+        for batch in batches:
+            yield Batch(place(batch.tokens), place(batch.segment_ids))
 
 
 def held_out_batches(

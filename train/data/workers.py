@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -14,12 +14,16 @@ import grain
 from absl import flags
 
 
-def read_in_processes(dataset: grain.IterDataset, workers: int) -> Iterator[Any]:
-    """The elements of a dataset in order, made by ``workers`` processes.
+@contextlib.contextmanager
+def reading_ahead(dataset: grain.IterDataset, workers: int) -> Iterator[Iterable[Any]]:
+    """The elements of a dataset in order, made by ``workers`` processes, or in this one for 0.
 
     Ctrl-C in a terminal, or a job's SIGTERM, goes to them too: ended by it they would take the batch with them that the
     step at work may still need.
     """
+    if not workers:
+        yield dataset
+        return
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain's workers read absl's flags, whoever the main program is.
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=workers)
@@ -27,7 +31,7 @@ def read_in_processes(dataset: grain.IterDataset, workers: int) -> Iterator[Any]
     try:
         with _signals_blocked():
             first = list(itertools.islice(iterator, 1))  # grain starts all processes for it.
-        yield from itertools.chain(first, iterator)
+        yield itertools.chain(first, iterator)
     finally:
         iterator.close()
 
