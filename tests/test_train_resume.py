@@ -24,6 +24,7 @@ from train import cli, data, loop
 from train.checkpoint import CheckpointError, Checkpoints, Progress
 from train.config import SettingError, TrainConfig
 from train.metrics import read_metrics, series
+from train.prepare import train_bpe
 from train.run_dir import read_config
 from train.step import StepMetrics, TrainState
 
@@ -341,3 +342,21 @@ def test_other_batches_or_another_model_are_refused(text, tmp_path, scripted):
         train(config, tmp_path / "run")
     assert read_config(tmp_path / "run") == longer
     assert [path.name for path in (tmp_path / "run").glob("config.*-*")] == ["config.step-24.json"]
+
+
+def test_another_tokenizer_is_refused_and_a_file_that_moved_is_not(text, tmp_path, scripted):
+    scripted(lambda step: None)
+    for name, size in (("own", 280), ("other", 270)):
+        train_bpe(iter([b"def function(value): return value + 1"]), size, 1 << 20).save(str(tmp_path / name))
+    config = run_config(text, vocab_size=300, tokenizer=str(tmp_path / "own"))
+    train(config, tmp_path / "run")
+    (tmp_path / "own").rename(tmp_path / "moved")
+    moved = run_config(text, vocab_size=300, tokenizer=str(tmp_path / "moved"), steps=26)
+    assert train(moved, tmp_path / "run").step == 26
+    other = run_config(text, vocab_size=300, tokenizer=str(tmp_path / "other"), steps=28)
+    with pytest.raises(
+        SettingError, match="other' is not that of the run's first 26 steps; accepted: .*tokenizer.json"
+    ):
+        train(other, tmp_path / "run")
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (tmp_path / "moved").read_bytes()
+    assert read_config(tmp_path / "run") == moved

@@ -95,8 +95,8 @@ def train(
             console.print(f"no checkpoint in {run_dir} yet: the run starts again at its first step", soft_wrap=True)
         # With no step left to make, they say nothing about the run.
         if is_writer and first < config.steps:
+            keep_tokenizer(run_dir, find_tokenizer(config.data), step=first)
             write_config(run_dir, config, step=first)
-            keep_tokenizer(run_dir, find_tokenizer(config.data))
         session = _Session(config, run_dir, mesh, corpus, checkpoints)
         writer: MetricsWriter | NoMetrics = NoMetrics()
         if is_writer:

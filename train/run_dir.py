@@ -80,10 +80,18 @@ def write_config(run_dir: Path, config: TrainConfig, *, step: int = 0) -> None:
     write_whole(path, config.to_json().encode())
 
 
-def keep_tokenizer(run_dir: Path, path: str | None) -> None:
-    """Copies a run's tokenizer beside its settings: a path in them need not lead anywhere later, or from elsewhere."""
-    if path is not None:
-        write_whole(run_dir / TOKENIZER_NAME, Path(path).read_bytes())
+def keep_tokenizer(run_dir: Path, path: str | None, *, step: int = 0) -> None:
+    """Copies a run's tokenizer beside its settings: a path in them need not lead anywhere later, or from elsewhere.
+
+    Raises:
+      SettingError: the run has made ``step`` steps with another one.
+    """
+    if path is None:
+        return
+    own, content = run_dir / TOKENIZER_NAME, Path(path).read_bytes()
+    if step and own.is_file() and own.read_bytes() != content:
+        raise SettingError(f"tokenizer={path!r} is not that of the run's first {step} steps; accepted: {own}")
+    write_whole(own, content)
 
 
 def check_continues(old: TrainConfig, new: TrainConfig) -> None:
