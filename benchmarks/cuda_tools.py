@@ -66,9 +66,8 @@ def hottest_loop(cubin: Path) -> collections.Counter:
 def hottest_loop_of(listing: str) -> collections.Counter:
     """As `hottest_loop`, of a disassembly. Of loops with equally many, the shorter: the other one has masks."""
     code = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)]
-    texts = [text for _, text in code]
-    loops = [[texts[i] for i in loop] for loop in _loops(_successors(code))]
-    loops = [loop for loop in loops if _matrix_instructions(loop)]
+    texts, successors = [text for _, text in code], _successors(code)
+    loops = [[texts[i] for i in loop] for loop in _innermost(_loops(successors), successors, texts)]
     hottest = max(loops, key=lambda loop: (_matrix_instructions(loop), -len(loop)), default=[])
     return collections.Counter(_kind(text) for text in hottest)
 
@@ -91,6 +90,23 @@ def _successors(code) -> list[list[int]]:
             following.append(places[int(target[1], 16)])
         successors.append(following)
     return successors
+
+
+def _innermost(loops, successors, texts) -> list[list[int]]:
+    """Those loops that have matrix instructions, each as the loops inside it that have, if there are any."""
+    found = []
+    for loop in loops:
+        if not _matrix_instructions(texts[i] for i in loop):
+            continue
+        inside = set(loop)
+        entries = {after for i, some in enumerate(successors) if i not in inside for after in some} & inside
+        # Without its entry a loop falls apart into the loops that it holds. The code's own is entered from nowhere.
+        inside -= entries or {min(loop)}
+        rest = [
+            [after for after in some if after in inside] if i in inside else [] for i, some in enumerate(successors)
+        ]
+        found += _innermost(_loops(rest), rest, texts) or [loop]
+    return found
 
 
 def _loops(successors: list[list[int]]) -> list[list[int]]:

@@ -250,6 +250,15 @@ def target_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+# Multiprocessors of an H100 and an H200.
+_CORES = 132
+
+
+def target_cores() -> int:
+    """Multiprocessors of the GPU that calls are compiled for; those of an H200 where none is there."""
+    return getattr(jax.devices()[0], "core_count", _CORES)
+
+
 def check_target():
     """Refuse to launch where the kernels cannot run."""
     if is_interpreted():

@@ -227,6 +227,11 @@ def test_the_hottest_loop_is_the_short_one_with_matrix_instructions():
     assert cuda_tools.hottest_loop_of(LISTING.replace("IMMA", "IADD")) == {}
 
 
+def test_the_hottest_loop_is_one_inside_of_a_loop_over_blocks():
+    nested = LISTING.replace("                  EXIT", "                  BRA 0x0")
+    assert cuda_tools.hottest_loop_of(nested) == cuda_tools.hottest_loop_of(LISTING)
+
+
 def test_a_tool_does_not_see_what_other_threads_do_to_the_environment(monkeypatch):
     monkeypatch.setenv("ANOTHER_THREADS", "1")
     assert "ANOTHER_THREADS" not in cuda_tools._run(["env"])

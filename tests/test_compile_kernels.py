@@ -42,6 +42,9 @@ SHARED_LIMITS = {
 GPUS = [pytest.param(gpu, marks=pytest.mark.slow) if gpu in ("rtx3090", "b200") else gpu for gpu in SHARED_LIMITS]
 SLOW = pytest.mark.slow
 PRESETS = {"default": SageConfig(), "mixed": SageConfig.mixed()}
+# Hopper kernels whose programs stay keep so many bytes of addresses, of what a block begins and ends with, in memory
+# while they are in the block's loop. The loop itself spills nothing.
+STAYS = dict(forward=8, grad_q=48)
 ATTENTION = ("forward", "grad_v", "grad_k", "grad_kv", "grad_q", "grad_qkv")
 
 
@@ -61,16 +64,15 @@ def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0):
     """
     found = {}
     for kernel in kernels:
+        stays = gpu == "h200" and kernel in STAYS and masks is None
         try:
-            cost = compile_kernel(gpu, kernel, depth, causal, config, masks, ragged=not causal)
+            cost = compile_kernel(gpu, kernel, depth, causal, config, masks, with_loop=stays, ragged=not causal)
         except CompilerRefusal as refusal:
             found[kernel] = str(refusal)
             continue
-        # With JAX 0.12 two registers of one Hopper kernel are spilled; with 0.11, where it was measured, none.
-        allowed = (
-            8 if (gpu, kernel, depth) == ("h200", "grad_q", 128) and jax.__version_info__ >= (0, 12) else spill_allowed
-        )
-        if cost.spilled > allowed or cost.shared_bytes > SHARED_LIMITS[gpu]:
+        in_loop = cost.instructions.get("STL", 0) + cost.instructions.get("LDL", 0)
+        allowed = STAYS[kernel] if stays and not in_loop else spill_allowed
+        if cost.spilled > max(allowed, spill_allowed) or cost.shared_bytes > SHARED_LIMITS[gpu]:
             found[kernel] = f"{cost.spilled} bytes spilled, {cost.shared_bytes} of {SHARED_LIMITS[gpu]} bytes shared"
     return found
 

@@ -41,14 +41,31 @@ def filled(shape, value, layout: Any = TILE):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def product(a, b, shape, dtype=jnp.int32):
-    """a b, waited for."""
+def product(a, b, shape) -> Any:
+    """a b in int32, waited for."""
+    return pl.run_state(lambda total: plgpu.wgmma(total, a, b))(ACC.init(_zeros(shape)))
 
-    def run(total):
-        plgpu.wgmma(total, a, b)
-        return total[...]
 
-    return pl.run_scoped(run, ACC(shape, dtype))
+def _zeros(shape):
+    """The start of a product's sums, in int32.
+
+    Each is an instruction of its own. As constants they are all one, which the compiler does not know to be 0 where a
+    branch lies between two products: it copies it to every register instead of leaving out the addition.
+    """
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=TILE))
+    def zeros(_):
+        i32 = ir.IntegerType.get_signless(32)
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for index in np.ndindex(registers.shape):
+            register = llvm.mlir_undef(ir.VectorType.get((2,), i32))
+            for i in range(2):
+                zero = _instruction(i32, [], "mov.b32 $0, 0;", "=r", unique=True)
+                register = vector.insert(zero, register, [], [i])
+            registers[index] = register
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True)
+
+    return zeros()  # pyright: ignore[reportCallIssue]
 
 
 def two_products(first, second, between, shape, *, ready=None):
@@ -101,9 +118,9 @@ def turned(ref):
     return ref.transpose((1, 0))
 
 
-def _instruction(kind, values, code, constraints) -> ir.Value:
-    """Inline PTX that computes a value of others."""
-    result = llvm.inline_asm(kind, values, code, constraints, has_side_effects=False)
+def _instruction(kind, values, code, constraints, *, unique=False) -> ir.Value:
+    """Inline PTX that computes a value of others; a `unique` one is not merged with its equals."""
+    result = llvm.inline_asm(kind, values, code, constraints, has_side_effects=unique)
     assert isinstance(result, ir.Value)
     return result
 

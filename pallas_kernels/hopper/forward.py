@@ -15,7 +15,7 @@ from pallas_kernels.forward import HIDDEN, TINY_SCALE
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import ROWS, across, down, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
-from pallas_kernels.hopper.queries import hide, over_keys, query_block
+from pallas_kernels.hopper.queries import group_rows, hide, over_keys, query_block, query_blocks, skip_keys
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -29,30 +29,39 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     """
     batch, heads, queries, depth = q.shape
     kv_heads, span = k.shape[1], spec.config.pv_span
-    rows = layout.groups * GROUP
-    grid = (batch, heads, pl.cdiv(queries, rows))
-    block = functools.partial(query_block, grid[2], rows, queries, span, heads // kv_heads, spec=spec)
+    group, rows = heads // kv_heads, layout.groups * GROUP
+    blocks = query_blocks(batch, heads, queries, rows, [k, v], span, spec=spec)
+    block = functools.partial(query_block, rows=rows, queries=queries, span=span, spec=spec)
+    own_rows = functools.partial(group_rows, queries=queries, span=span, spec=spec)
 
-    def compute(group, q_ref, k_ref, v_ref, q_scale_ref, k_scale_ref, v_scale_ref, *refs):
-        outputs, (q_own, *buffers, k_ring, v_ring, own, k_full, v_full, k_free, v_free) = (
-            refs[: 2 + 2 * keep_out],
-            refs[2 + 2 * keep_out :],
-        )
-        b, n, kv, first, count = block()
-        # A group past the end repeats the last rows.
-        first = jnp.minimum(first + group * GROUP, queries - GROUP)
-        mine = pl.ds(first, GROUP)
-        fetch(q_ref.at[b, n, mine], q_own.at[group], own.at[group])
-        row_scale = arrays.load_vector(q_scale_ref.at[b, n, mine], ROWS)
-        launch.wait(own.at[group])
+    def fetch_own(index, at, *refs):
+        q_own, q_scale_own, v_scale_own, own = (refs[8 + 2 * keep_out + i] for i in (0, 1, 2, 3))
+        mine = at[0], at[1], pl.ds(own_rows(block(at)[0], index, 0)[0], GROUP)
+        fetch(refs[0].at[mine], q_own.at[index], own.at[index])
+        fetch(refs[3].at[mine], q_scale_own.at[index, 0], own.at[index])
+        fetch(refs[5].at[at[0], lax.div(at[1], jnp.int32(group))], v_scale_own.at[index, 0], own.at[index])
+
+    def compute(index, here, base, following, *refs):
+        k_scale_ref, outputs, refs = refs[4], refs[6 : 8 + 2 * keep_out], refs[8 + 2 * keep_out :]
+        q_own, q_scale_own, v_scale_own, own, *buffers, k_ring, v_ring, k_full, v_full, k_free, v_free = refs
+
+        def place():
+            """(batch, head, its key head), the group's first query, and how many tiles of keys it and the block see."""
+            b, n, tile = here()
+            first, tiles = block((b, n, tile))
+            return (b, n, lax.div(n, jnp.int32(group))), *own_rows(first, index, tiles), tiles
+
+        (b, _, kv), first, count, tiles = place()
+        launch.wait(own.at[index])
+        row_scale = arrays.load_vector(q_scale_own.at[index, 0], ROWS)
         shape = (GROUP, span)
 
         def body(j, carry, *, edge):
             out, peak, shift, total = carry
-            slot = slot_of(j, layout)
+            slot = slot_of(base + j, layout)
             scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
             launch.wait(k_full.at[slot])
-            s = arrays.product(q_own.at[group], turned(k_ring.at[slot]), shape).astype(jnp.float32)
+            s = arrays.product(q_own.at[index], turned(k_ring.at[slot]), shape).astype(jnp.float32)
             launch.arrive(k_free.at[slot])
             s, scale = hide(s, HIDDEN, first, j, span, edge, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
             peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
@@ -65,21 +74,24 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
             launch.arrive(v_free.at[slot])
             return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
 
-        def start():
-            nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
-            return filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
-
+        nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
+        start = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
         out, _, shift, total = over_keys(
-            body, start(), first, count, span, int8=spec.uses_int8("pv"), depth=depth, spec=spec
+            body, start, first, count, span, int8=spec.uses_int8("pv"), depth=depth, spec=spec
         )
+        skip_keys(count, tiles, base, [((k_full,), k_free), ((v_full,), v_free)], layout=layout)
         out = out * across(1 / total, out.shape)
-        out = out * down(arrays.load_vector(v_scale_ref.at[b, kv], arrays.COLUMNS), out.shape)
+        out = out * down(arrays.load_vector(v_scale_own.at[index, 0], arrays.COLUMNS), out.shape)
+        following()
+        (b, n, _), first, _, tiles = place()
         lse = shift + jnp.log(total) * steps.LOG2_E
-        _write(outputs, [x.at[group] for x in buffers], out, lse, at=(b, n, first), spec=spec)
+        launch.stored()
+        _write(outputs, [x.at[index] for x in buffers], out, lse, at=(b, n, first), spec=spec)
+        return tiles
 
-    def copy(q_ref, k_ref, v_ref, *refs):
-        k_ring, v_ring, _, k_full, v_full, k_free, v_free = refs[-7:]
-        b, _, kv, _, count = block()
+    def copy(at, base, q_ref, k_ref, v_ref, *refs):
+        k_ring, v_ring, k_full, v_full, k_free, v_free = refs[-6:]
+        b, kv, (_, tiles) = at[0], lax.div(at[1], jnp.int32(group)), block(at)
 
         def load_k(j, slot):
             fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])
@@ -87,7 +99,8 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
         def load_v(j, slot):
             fetch(v_ref.at[b, kv, :, pl.ds(j * span, span)], v_ring.at[slot], v_full.at[slot])
 
-        launch.stream(count, layout, (load_k, k_free), (load_v, v_free))
+        launch.stream(tiles, base, layout, (load_k, k_free), (load_v, v_free))
+        return tiles
 
     shapes = [
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
@@ -97,18 +110,19 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     ]
     ring = functools.partial(launch.barriers, layout.stages)
     return launch.call(
-        compute,
-        copy,
+        launch.Work(fetch_own, compute, copy),
         "sagebwd_forward",
-        grid,
+        blocks,
         [q, k, v, q_scale, k_scale, v_scale],
         shapes[: 2 + 2 * keep_out],
         [
             matrix(GROUP, depth, jnp.int8, layout.groups),
+            launch.vectors(1, GROUP, layout.groups),
+            launch.vectors(1, depth, layout.groups),
+            launch.barriers(layout.groups, arrivals=3),
             *(matrix(GROUP, depth, dtype, layout.groups) for dtype in (out_dtype, jnp.int16)[: 1 + keep_out]),
             matrix(span, depth, jnp.int8, layout.stages),
             matrix(depth, span, jnp.int8, layout.stages),
-            launch.barriers(layout.groups),
             ring(),
             ring(),
             ring(arrivals=layout.groups),

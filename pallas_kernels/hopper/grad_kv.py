@@ -15,8 +15,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels import steps
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
+from pallas_kernels.hopper.blocks import Blocks
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
 from pallas_kernels.hopper.tiles import GROUP, Groups
+from pallas_kernels.launch import target_cores
 
 # Queries of a tile where no rounding asks for a number.
 SPAN_16 = 64
@@ -33,13 +35,15 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
     tiles = pl.cdiv(spec.query_length, span)
     own, streams, vectors = _operands(ops, int8, want_dk)
     names = (*own, *streams, *vectors)
-    grid = (batch, kv_heads, pl.cdiv(keys, rows))
+    streamed = [*streams.values(), *vectors.values()]
+    first_tiles = [_first_tile(tile, rows, span, tiles, spec=spec) for tile in range(pl.cdiv(keys, rows))]
+    counts = [(tiles - first) * group for first in first_tiles]
+    blocks = Blocks.make(batch, kv_heads, counts, streamed, target_cores())
 
-    def here():
-        """(batch, key head, first key) of this block, the first tile of queries that sees one, and tiles a head."""
-        b, n, tile = launch.program()
-        first = jnp.minimum(lax.div(tile * rows, jnp.int32(span)), tiles) if spec.is_causal else jnp.int32(0)
-        return b, n, tile * rows, first, jnp.int32(tiles) - first
+    def queries_of(at):
+        """The first tile of queries that sees a block's keys, and how many do of each head."""
+        first = _first_tile(at[2], rows, span, tiles, spec=spec)
+        return first, tiles - first
 
     def split(refs):
         """Inputs by name, (k_scale, poison), outputs, and scratch by name."""
@@ -48,67 +52,77 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
         held = dict(zip((*own, "result", *streams, "vectors", "own", "full", "free"), refs, strict=True))
         return inputs, scalars, outputs, held
 
-    def compute(group_index, *refs):
-        inputs, (k_scale_ref, poison_ref), outputs, held = split(refs)
-        b, n, first_key, first, per_head = here()
-        # A group past the end repeats the last rows.
-        first_key = jnp.minimum(first_key + group_index * GROUP, keys - GROUP)
-        mine = pl.ds(first_key, GROUP)
+    def keys_of(index, at):
+        """A group's first key: one past the end repeats the last rows."""
+        return jnp.minimum(at[2] * rows + index * GROUP, keys - GROUP)
+
+    def fetch_own(index, at, *refs):
+        inputs, _, _, held = split(refs)
+        (b, n, _), mine = at, pl.ds(keys_of(index, at), GROUP)
         for name in own:
-            fetch(
-                launch.tile_in(name, inputs[name], b, n, mine), held[name].at[group_index], held["own"].at[group_index]
-            )
-        k_scale = k_scale_ref[b, n, lax.div(first_key, jnp.int32(spec.config.block_k))]
-        launch.wait(held["own"].at[group_index])
-        k_own, v_own = (held[x].at[group_index] if x in own else None for x in ("k", "v"))
+            fetch(launch.tile_in(name, inputs[name], b, n, mine), held[name].at[index], held["own"].at[index])
+
+    def compute(index, here, base, following, *refs):
+        _, (k_scale_ref, poison_ref), outputs, held = split(refs)
+        at = here()
+        (first, per_head), first_key = queries_of(at), keys_of(index, at)
+        k_scale = k_scale_ref[*at[:2], lax.div(first_key, jnp.int32(spec.config.block_k))]
+        launch.wait(held["own"].at[index])
+        k_own, v_own = (held[x].at[index] if x in own else None for x in ("k", "v"))
         tile = functools.partial(
             _tile, held, k_own, v_own, k_scale, spec=spec, first_key=first_key, span=span, want=(want_dk, want_dv)
         )
 
-        def body(step, sums, edge=None):
-            slot = slot_of(step, layout)
+        def body(step, carry, edge=None):
+            slot, *sums = carry
             launch.wait(held["full"].at[slot])
             i = lax.rem(step, per_head) if group > 1 else step
             sums = tile(slot, first + i, sums, edge)
             launch.arrive(held["free"].at[slot])
-            return sums
+            return slot_of(slot + 1, layout), *sums
 
-        sums = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
+        sums = slot_of(base, layout), *(filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
         if not spec.is_causal or arrays.branches(int8, depth):
             sums = lax.fori_loop(jnp.int32(0), per_head * group, body, sums)
         else:
             edges = jnp.clip(pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first, 0, per_head)
             sums = _in_two_loops(body, sums, group, per_head, edges)
+        _, *sums = sums
+        following()
+        b, n, tile = here()
+        mine = pl.ds(keys_of(index, (b, n, tile)), GROUP)
         # NaN if a query of the group is not finite: the maximum of a row loses it.
         poison = poison_ref[b, n, 0]
         factors = [1 / steps.LOG2_E if int8 else spec.scale] * want_dk + [1.0] * want_dv
         for output, total, factor in zip(outputs, sums, factors, strict=True):
-            launch.store(held["result"].at[group_index], output.at[b, mine, n], total * factor + poison)
+            launch.stored()
+            launch.store(held["result"].at[index], output.at[b, mine, n], total * factor + poison)
+        return queries_of((b, n, tile))[1] * group
 
-    def copy(*refs):
+    def copy(at, base, *refs):
         inputs, _, _, held = split(refs)
-        b, n, _, first, per_head = here()
+        first, per_head = queries_of(at)
 
         def load(step, slot):
             g, i = (lax.div(step, per_head), lax.rem(step, per_head)) if group > 1 else (0, step)
-            head, queries = n * group + g, pl.ds((first + i) * span, span)
+            head, queries = at[1] * group + g, pl.ds((first + i) * span, span)
             full = held["full"].at[slot]
             for name in streams:
-                fetch(launch.tile_in(name, inputs[name], b, head, queries), held[name].at[slot], full)
+                fetch(launch.tile_in(name, inputs[name], at[0], head, queries), held[name].at[slot], full)
             for i, name in enumerate(vectors):
-                fetch(inputs[name].at[b, head, queries], held["vectors"].at[slot, i], full)
+                fetch(inputs[name].at[at[0], head, queries], held["vectors"].at[slot, i], full)
 
-        launch.stream(per_head * group, layout, (load, held["free"]))
+        launch.stream(per_head * group, base, layout, (load, held["free"]))
+        return per_head * group
 
     def ring_of(name, x):
         turn = name.endswith("turned")
         return matrix(depth if turn else span, span if turn else depth, x.dtype, layout.stages)
 
     return launch.call(
-        compute,
-        copy,
+        launch.Work(fetch_own, compute, copy),
         "sagebwd_grad_" + "k" * want_dk + "v" * want_dv,
-        grid,
+        blocks,
         [*own.values(), *streams.values(), *vectors.values(), ops.k_scale, ops.poison],
         [jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)] * (want_dk + want_dv),
         [
@@ -122,6 +136,15 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
         ],
         layout=layout,
     )
+
+
+def _first_tile(tile, rows, span, tiles, *, spec):
+    """The first of `tiles` tiles of queries that sees keys of a block, known or not."""
+    if not spec.is_causal:
+        return 0 if isinstance(tile, int) else jnp.int32(0)
+    if isinstance(tile, int):
+        return min(tile * rows // span, tiles)
+    return jnp.minimum(lax.div(tile * rows, jnp.int32(span)), tiles)
 
 
 def _operands(ops, int8, want_dk):

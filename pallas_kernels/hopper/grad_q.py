@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import ROWS, across, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
-from pallas_kernels.hopper.queries import hide, over_keys, query_block
+from pallas_kernels.hopper.queries import group_rows, hide, over_keys, query_block, query_blocks, skip_keys
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -22,27 +22,42 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
     """dQ [B, T, N, H]; `ops` is a `BackwardOperands` (pallas_kernels/attention.py)."""
     batch, queries, heads, depth = ops.dout.shape
     kv_heads, int8, span = ops.v.shape[2], spec.uses_int8("dq"), spec.config.dq_span
-    rows = layout.groups * GROUP
+    group, rows = heads // kv_heads, layout.groups * GROUP
     right = ops.k_turned if int8 else ops.k_16
-    grid = (batch, heads, pl.cdiv(queries, rows))
-    block = functools.partial(query_block, grid[2], rows, queries, span, heads // kv_heads, spec=spec)
+    blocks = query_blocks(batch, heads, queries, rows, [ops.k, ops.v, right], span, spec=spec)
+    block = functools.partial(query_block, rows=rows, queries=queries, span=span, spec=spec)
+    own_rows = functools.partial(group_rows, queries=queries, span=span, spec=spec)
 
-    def compute(group, q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):
-        dq_ref, q_own, dout_own, k_ring, v_ring, right_ring, own, k_full, v_full, right_full, free = refs
-        b, n, kv, first, count = block()
-        # A group past the end repeats the last rows.
-        first = jnp.minimum(first + group * GROUP, queries - GROUP)
-        mine = pl.ds(first, GROUP)
-        fetch(q_ref.at[b, n, mine], q_own.at[group], own.at[group])
-        fetch(dout_ref.at[b, mine, n], dout_own.at[group], own.at[group])
-        q_scale, lse, delta = (
-            arrays.load_vector(ref.at[b, n, mine], ROWS) for ref in (q_scale_ref, lse_ref, delta_ref)
-        )
-        launch.wait(own.at[group])
+    def split(refs):
+        """(q, k, v, dout, right), k_scale, the vectors of rows, dQ, and scratch."""
+        return refs[:5], refs[5], refs[6:9], refs[9], refs[10:]
+
+    def fetch_own(index, at, *refs):
+        (q_ref, _, _, dout_ref, _), _, vectors, _, (q_own, dout_own, vectors_own, own, *_) = split(refs)
+        b, n, mine = at[0], at[1], pl.ds(own_rows(block(at)[0], index, 0)[0], GROUP)
+        fetch(q_ref.at[b, n, mine], q_own.at[index], own.at[index])
+        fetch(dout_ref.at[b, mine, n], dout_own.at[index], own.at[index])
+        for i, ref in enumerate(vectors):
+            fetch(ref.at[b, n, mine], vectors_own.at[index, i], own.at[index])
+
+    def compute(index, here, base, following, *refs):
+        _, k_scale_ref, _, dq_ref, refs = split(refs)
+        q_own, dout_own, vectors_own, own, result, k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs
+
+        def place():
+            """Batch, head, the group's first query, and how many tiles of keys it and the block see."""
+            b, n, tile = here()
+            first, tiles = block((b, n, tile))
+            return b, n, *own_rows(first, index, tiles), tiles
+
+        b, n, first, count, tiles = place()
+        kv = lax.div(n, jnp.int32(group))
+        launch.wait(own.at[index])
+        q_scale, lse, delta = (arrays.load_vector(vectors_own.at[index, i], ROWS) for i in range(3))
         shape = (GROUP, span)
 
         def body(j, dq, *, edge):
-            slot = slot_of(j, layout)
+            slot = slot_of(base + j, layout)
             k_scale = k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
             launch.wait(k_full.at[slot])
 
@@ -51,8 +66,8 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
                 return hide(p, 0.0, first, j, span, edge, spec=spec)
 
             p, dp = arrays.two_products(
-                (q_own.at[group], turned(k_ring.at[slot])),
-                (dout_own.at[group], turned(v_ring.at[slot])),
+                (q_own.at[index], turned(k_ring.at[slot])),
+                (dout_own.at[index], turned(v_ring.at[slot])),
                 probabilities,
                 shape,
                 ready=lambda: launch.wait(v_full.at[slot]),
@@ -71,13 +86,20 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
 
         dq = filled((GROUP, depth), 0.0)
         dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
+        skip_keys(count, tiles, base, [((k_full, v_full, right_full), free)], layout=layout)
         # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
         poison = delta * 0 + lse * 0
-        launch.store(dout_own.at[group], dq_ref.at[b, mine, n], dq * spec.scale + across(poison, dq.shape))
+        following()
+        b, n, first, _, tiles = place()
+        launch.stored()
+        out = dq * spec.scale + across(poison, dq.shape)
+        launch.store(result.at[index], dq_ref.at[b, pl.ds(first, GROUP), n], out)
+        return tiles
 
-    def copy(q_ref, k_ref, v_ref, dout_ref, right_ref, q_scale_ref, k_scale_ref, lse_ref, delta_ref, *refs):
-        k_ring, v_ring, right_ring, _, k_full, v_full, right_full, free = refs[-8:]
-        b, _, kv, _, count = block()
+    def copy(at, base, *refs):
+        (_, k_ref, v_ref, _, right_ref), _, _, _, refs = split(refs)
+        k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs[-7:]
+        b, kv, (_, tiles) = at[0], lax.div(at[1], jnp.int32(group)), block(at)
 
         def load(j, slot):
             keys = pl.ds(j * span, span)
@@ -89,24 +111,26 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
                 right_full.at[slot],
             )
 
-        launch.stream(count, layout, (load, free))
+        launch.stream(tiles, base, layout, (load, free))
+        return tiles
 
     ring = functools.partial(launch.barriers, layout.stages)
     own = functools.partial(matrix, GROUP, depth)
     return launch.call(
-        compute,
-        copy,
+        launch.Work(fetch_own, compute, copy),
         "sagebwd_grad_q",
-        grid,
-        [ops.q, ops.k, ops.v, ops.dout, right, ops.q_scale, ops.k_scale, ops.lse, ops.delta],
+        blocks,
+        [ops.q, ops.k, ops.v, ops.dout, right, ops.k_scale, ops.q_scale, ops.lse, ops.delta],
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
         [
             own(jnp.int8, layout.groups),
             own(ops.dout.dtype, layout.groups),
+            launch.vectors(3, GROUP, layout.groups),
+            launch.barriers(layout.groups, arrivals=5),
+            own(out_dtype, layout.groups),
             matrix(span, depth, jnp.int8, layout.stages),
             matrix(span, depth, ops.v.dtype, layout.stages),
             matrix(depth, span, jnp.int8, layout.stages) if int8 else matrix(span, depth, right.dtype, layout.stages),
-            launch.barriers(layout.groups, arrivals=2),
             ring(),
             ring(),
             ring(),

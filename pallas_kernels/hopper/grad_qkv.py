@@ -61,7 +61,7 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     dk, dv, dq = launch.call_parts(
         parts,
         "sagebwd_grad_qkv",
-        (batch, kv_heads // side, blocks * side),
+        dict(batch=batch, head=kv_heads // side, tile=blocks * side),
         list(inputs.values()),
         [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
         list(scratch.values()),
@@ -220,6 +220,7 @@ def _own_keys(block, group, inputs, outputs, held):
     poison = inputs["poison"][b, n, 0]
     for output, total in ((outputs[0], dk * (1 / steps.LOG2_E)), (outputs[1], dv)):
         launch.store(held["v_own"].at[group], output.at[b, mine, n], total + poison)
+        launch.stored()
 
 
 def _sum_keys(block, _, inputs, outputs, held):
@@ -274,6 +275,6 @@ def _copy(block, _, inputs, outputs, held):
         )
 
     launch.in_warps(
-        lambda: launch.stream(block.steps, block.sizes.layout, (load, held["free"])),
+        lambda: launch.stream(block.steps, jnp.int32(0), block.sizes.layout, (load, held["free"])),
         lambda: pl.loop(jnp.int32(0), block.steps)(add),
     )

@@ -7,6 +7,7 @@ on a GPU, or are compiled for one.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.blocks import Blocks
 from pallas_kernels.hopper.tiles import Groups
 from pallas_kernels.launch import vary_over, varying_axes
 
@@ -60,10 +62,14 @@ def write(buffer, x):
 
 
 def store(buffer, target, x):
-    """Write an array to `buffer`, and copy that to memory."""
+    """Write an array to `buffer`, and copy that to memory; it must stay as it is until `stored`."""
     write(buffer, x)
     plgpu.copy_smem_to_gmem(buffer, target)
-    plgpu.wait_smem_to_gmem(0)
+
+
+def stored():
+    """Wait until all buffers of this group that were stored have been read: memory has them at the launch's end."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def turns(*shape):
@@ -118,23 +124,18 @@ def slot_of(step, layout: Groups):
     return lax.rem(step, jnp.int32(layout.stages))
 
 
-def stream(count, layout: Groups, *loads):
-    """The copying group's work: for each step, each load(step, slot) as soon as all groups have freed its slot.
+def stream(count, base, layout: Groups, *loads):
+    """The copying group's work: for each step of a block, each load(step, slot) as soon as all groups freed its slot.
 
-    `loads` are pairs of a function and the barriers of its slots.
+    `loads` are pairs of a function and the barriers of its slots; the ring has been through `base` steps before.
     """
-    for step in range(layout.stages):
 
-        @pl.when(step < count)
-        def _(step=step):
-            for load, _ in loads:
-                load(jnp.int32(step), step)
-
-    @pl.loop(jnp.int32(layout.stages), jnp.maximum(count, jnp.int32(layout.stages)))
+    @pl.loop(jnp.int32(0), count)
     def _(step):
-        slot = slot_of(step, layout)
+        slot = slot_of(base + step, layout)
         for load, free in loads:
-            wait(free.at[slot])
+            # At first all are free.
+            pl.when(base + step >= layout.stages)(functools.partial(wait, free.at[slot]))
             load(step, slot)
 
 
@@ -147,21 +148,63 @@ class Part:
     run: Callable
 
 
-def call(compute, copy, name, grid, inputs, out_shapes, scratch, *, layout: Groups):
-    """Run compute(group, *refs) in each computing warp group and copy(*refs) in the copying one, for each program.
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the groups do for a block `at` (batch, head, tile). The refs are inputs, outputs and scratch.
 
-    `grid` are the counts of (batch, heads, tiles), the last of which moves fastest: neighbours share what they read of
-    one head. The refs are `inputs`, outputs and `scratch`.
+    Attributes:
+      fetch(group, at, *refs): starts the copies of what a computing group owns.
+      compute(group, here, base, following, *refs): does its work; `here()` says where. Calls following() when it has
+        read what it fetched, for the next block's. Returns the block's steps.
+      copy(at, base, *refs): fills the ring, which has been through `base` steps before. Returns the block's steps.
     """
-    parts = (
-        Part(layout.groups, REGISTERS[layout.groups], compute),
-        Part(1, COPY_REGISTERS, lambda _, *refs: copy(*refs)),
-    )
-    return call_parts(parts, name, grid, inputs, out_shapes, scratch)
+
+    fetch: Callable
+    compute: Callable
+    copy: Callable
 
 
-def call_parts(parts, name, grid, inputs, out_shapes, scratch):
-    """As `call`, for another division of the work. Only the first part may be of several groups."""
+def call(work: Work, name, blocks: Blocks, inputs, out_shapes, scratch, *, layout: Groups):
+    """Do the work of all blocks, in `layout.groups` computing warp groups and one that copies of each program."""
+    plan = blocks.plan
+    plans = [] if plan is None else [jnp.asarray(plan)]
+
+    def mine(refs):
+        """How many blocks this program takes, which the step-th is, and the refs without the plan."""
+        program, plan_ref = lax.axis_index("program"), None
+        if plans:
+            plan_ref, refs = refs[len(inputs)], refs[: len(inputs)] + refs[len(inputs) + 1 :]
+        return blocks.count(program, plan_ref), lambda step: blocks.at(program, step, plan_ref), refs
+
+    def compute(group, *refs):
+        count, block, refs = mine(refs)
+
+        def one(step, base):
+            def here():
+                # Not kept: registers are short in a block's loop.
+                return block(lax.optimization_barrier(step))
+
+            def following():
+                # All warps have read what is fetched anew.
+                plgpu.commit_smem()
+                pl.when(step + 1 < count)(lambda: work.fetch(lax.optimization_barrier(group), block(step + 1), *refs))
+
+            return base + work.compute(lax.optimization_barrier(group), here, base, following, *refs)
+
+        work.fetch(group, block(jnp.int32(0)), *refs)
+        lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
+        stored()
+
+    def copy(_, *refs):
+        count, block, refs = mine(refs)
+        lax.fori_loop(jnp.int32(0), count, lambda step, base: base + work.copy(block(step), base, *refs), jnp.int32(0))
+
+    parts = Part(layout.groups, REGISTERS[layout.groups], compute), Part(1, COPY_REGISTERS, copy)
+    return call_parts(parts, name, dict(program=blocks.programs), [*inputs, *plans], out_shapes, scratch)
+
+
+def call_parts(parts, name, grid: dict[str, int], inputs, out_shapes, scratch):
+    """Run parts side by side in each program of a grid; only the first part may be of several groups."""
     groups = sum(part.groups for part in parts)
     launched = registers_at_launch(groups)
 
@@ -182,8 +225,8 @@ def call_parts(parts, name, grid, inputs, out_shapes, scratch):
         kernel,
         out_type=out_shapes,
         scratch_types=scratch,
-        grid=grid,
-        grid_names=("batch", "head", "tile"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=groups,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
@@ -202,5 +245,5 @@ def registers_at_launch(groups):
 
 
 def program():
-    """(batch, head, tile) of this block."""
+    """(batch, head, tile) of this block, of a launch with a program for each."""
     return tuple(lax.axis_index(name) for name in ("batch", "head", "tile"))

@@ -7,17 +7,57 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import arrays, launch
+from pallas_kernels.hopper.blocks import Blocks
+from pallas_kernels.hopper.tiles import GROUP, Groups
+from pallas_kernels.launch import target_cores
 
 
-def query_block(tiles, rows, queries, span, group, *, spec):
-    """(batch, head, its key head, first query) of this block of `tiles`, and how many tiles of keys its rows see."""
-    b, n, tile = launch.program()
-    # Causal blocks with the most keys first: a shorter tail of the launch.
-    tile = tiles - 1 - tile if spec.is_causal else tile
-    count = jnp.int32(pl.cdiv(spec.key_length, span))
-    if spec.is_causal:
-        count = jnp.minimum(count, pl.cdiv(jnp.minimum((tile + 1) * rows, queries), jnp.int32(span)))
-    return b, n, lax.div(n, jnp.int32(group)), tile * rows, count
+def query_blocks(batch, heads, queries, rows, streams, span, *, spec) -> Blocks:
+    """The blocks of `rows` queries; `streams` are the operands that all blocks of a head read."""
+    steps = [int(_key_tiles(queries - tile * rows, span, spec=spec)) for tile in range(pl.cdiv(queries, rows))]
+    return Blocks.make(batch, heads, steps, streams, target_cores())
+
+
+def query_block(at, rows, queries, span, *, spec):
+    """The first query of a block `at` (batch, head, tile), and how many tiles of keys its rows see.
+
+    Tiles count from the end, so that causal blocks with the most keys come first and one that is not full has the
+    fewest. Its rows begin before 0.
+    """
+    end = queries - at[2] * rows
+    return end - rows, _key_tiles(end, span, spec=spec)
+
+
+def _key_tiles(end, span, *, spec):
+    """How many tiles of keys the queries before `end`, known or not, see."""
+    count = pl.cdiv(spec.key_length, span)
+    if not spec.is_causal:
+        return count if isinstance(end, int) else jnp.int32(count)
+    if isinstance(end, int):
+        return min(count, pl.cdiv(end, span))
+    return jnp.minimum(count, pl.cdiv(end, jnp.int32(span)))
+
+
+def group_rows(first, group, count, queries, span, *, spec):
+    """The first query of a group of a block, and how many of the block's tiles of keys that group sees."""
+    # A group before the first query repeats rows of another.
+    first = jnp.clip(first + group * GROUP, 0, queries - GROUP)
+    return first, jnp.minimum(count, _key_tiles(first + GROUP, span, spec=spec)) if spec.is_causal else count
+
+
+def skip_keys(first, end, base, rings, *, layout: Groups):
+    """Free the tiles of keys first..end-1, which other groups of the block see.
+
+    `rings` are pairs of the barriers that say that what a tile holds has come, and those that free it.
+    """
+
+    @pl.loop(first, end)
+    def _(step):
+        slot = launch.slot_of(base + step, layout)
+        for full, free in rings:
+            for barrier in full:
+                launch.wait(barrier.at[slot])
+            launch.arrive(free.at[slot])
 
 
 def over_keys(body, carry, first, count, span, *, int8, depth, spec):

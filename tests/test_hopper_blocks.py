@@ -1,0 +1,84 @@
+"""Which program of a Hopper launch takes which blocks, and which queries and keys a block's groups have."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import call_spec
+
+from pallas_kernels.hopper import blocks as module
+from pallas_kernels.hopper.blocks import Blocks
+from pallas_kernels.hopper.tiles import GROUP
+
+STEPS = {"equal": [5] * 7, "falling": [9, 7, 5, 3, 1], "one tile": [4], "some without work": [3, 0, 0]}
+
+
+def make(batch, heads, steps, cores=13, stream_bytes=0):
+    streams = [jax.ShapeDtypeStruct((batch * heads, stream_bytes), jnp.int8)]
+    return Blocks.make(batch, heads, steps, streams, cores)
+
+
+def taken(blocks):
+    """Batch, head and tile of each program's blocks, in its order."""
+    plan, found = blocks.plan, []
+    for program in range(blocks.programs):
+        count = int(blocks.count(program, plan))
+        assert count > 0
+        found.append([tuple(map(int, blocks.at(program, step, plan))) for step in range(count)])
+    return found
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("heads", [(1, 1), (2, 6), (3, 5)], ids=str)
+    @pytest.mark.parametrize("steps", STEPS)
+    def test_each_is_taken_once(self, steps, heads):
+        found = sum(taken(make(*heads, STEPS[steps])), [])
+        assert sorted(found) == sorted(itertools.product(*map(range, (*heads, len(STEPS[steps])))))
+
+    def test_too_many_to_plan_are_each_taken_once_too(self, monkeypatch):
+        monkeypatch.setattr(module, "MOST_PLANNED", 1)
+        blocks = make(2, 3, STEPS["falling"])
+        assert blocks.plan is None
+        assert sorted(sum(taken(blocks), [])) == sorted(itertools.product(range(2), range(3), range(5)))
+
+    @pytest.mark.parametrize("stream_bytes", [0, module.CACHE_BYTES // 5, 2 * module.CACHE_BYTES])
+    def test_no_program_has_much_more_to_do_than_the_mean(self, stream_bytes):
+        steps = list(range(40, 0, -2))
+        blocks = make(4, 16, steps, cores=132, stream_bytes=stream_bytes)
+        done = [sum(steps[tile] + module.START for *_, tile in some) for some in taken(blocks)]
+        # What is taken last is short where all heads are gone through together.
+        assert max(done) <= np.mean(done) + (3 if stream_bytes == 0 else max(steps))
+
+    def test_as_many_heads_are_gone_through_together_as_the_cache_holds(self):
+        a_fifth = module.CACHE_BYTES // 5
+        assert make(4, 16, [2, 1], stream_bytes=a_fifth).side == 4
+        assert make(3, 5, [2, 1], stream_bytes=a_fifth).side == 5
+        assert make(1, 7, [2, 1], stream_bytes=a_fifth).side == 1
+        assert make(4, 16, [2, 1], stream_bytes=4 * module.CACHE_BYTES).side == 1
+
+
+@pytest.mark.parametrize("span", [64, 128])
+@pytest.mark.parametrize("groups", [2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(128, 128), (256, 1000), (1024, 256), (1280, 1280)], ids=str)
+def test_groups_of_all_blocks_have_all_queries_and_see_all_their_keys(lengths, is_causal, groups, span):
+    queries_module = pytest.importorskip("pallas_kernels.hopper.queries", exc_type=ImportError)
+    queries, keys = lengths
+    spec, rows = call_spec(queries, keys, is_causal=is_causal), groups * GROUP
+    stream = jax.ShapeDtypeStruct((1,), jnp.int8)
+    steps = queries_module.query_blocks(1, 1, queries, rows, [stream], span, spec=spec).steps
+    covered = set()
+    for tile, of_block in enumerate(steps):
+        at = (0, 0, jnp.int32(tile))
+        first, tiles = queries_module.query_block(at, rows, queries, span, spec=spec)
+        assert int(tiles) == of_block
+        for group in range(groups):
+            own, count = queries_module.group_rows(first, group, tiles, queries, span, spec=spec)
+            covered |= set(range(int(own), int(own) + GROUP))
+            seen = min(int(own) + GROUP, keys) if is_causal else keys
+            assert -(-seen // span) == int(count) <= of_block
+    assert covered == set(range(queries))
+    # The longest come first.
+    assert list(steps) == sorted(steps, reverse=True)
