@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,15 +69,70 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
     `visibility` (sagebwd_jax/_masks.py) is None for a plain call. A query that sees no key has O = 0 and NO_QUERY.
     `mean` [B, K, H] is what smoothing takes from K, if it is not the mean of these keys; without segments only.
     """
+    if mean is None and hopper_tiles.takes_inputs(spec, visibility, query, key):
+        rounded = _Quantized(
+            *_hopper("quantize_inputs")(query, key, value, spec=spec, keep_16_bits=_keeps_k(spec, keep))
+        )
+    else:
+        rounded = _quantize_inputs(query, key, value, visibility, mean, spec=spec, keep=keep)
+    value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
+    v, v_scale = (rounded.v, rounded.v_scale) if spec.uses_int8("pv") else (value_16, None)
+    int8_scores = spec.uses_int8("qk")
+    scores = (rounded.q, rounded.k, v, rounded.q_scale, rounded.k_scale) if int8_scores else (q_16, k_16, v, None, None)
+    layout = hopper_tiles.find("forward", spec, visibility, query.dtype, query)
+    if layout is not None:
+        results = _hopper("forward")(*scores, v_scale, spec=spec, layout=layout, out_dtype=query.dtype, keep_out=keep)
+    else:
+        tile = tiles.forward_tile(spec, query.shape[-1], visibility)
+        results = forward_kernel(
+            *scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep, visibility=visibility
+        )
+    out, lse, *kept = results
+    if not keep:
+        return out, lse, None
+    residuals = Residuals(
+        q_int8=rounded.q,
+        q_scale=rounded.q_scale,
+        q_16=q_16 if spec.keeps_16_bits("qk", "dk") else None,
+        k_int8=rounded.k if spec.uses_int8("qk", "dq") else None,
+        k_scale=rounded.k_scale if spec.uses_int8("qk", "dq") else None,
+        k_raw_16=k_16 if spec.keeps_16_bits("qk") else None,
+        k_smooth_16=rounded.k_smooth_16,
+        value_16=value_16,
+        out_int16=kept[0],
+        out_scale=kept[1],
+        lse=lse,
+    )
+    return out, lse, residuals
+
+
+class _Quantized(NamedTuple):
+    """Q, K and V in INT8 with their scales, and K less its mean in 16 bits; None for what no product reads."""
+
+    q: jax.Array | None
+    q_scale: jax.Array | None
+    k: jax.Array | None
+    k_scale: jax.Array | None
+    v: jax.Array | None
+    v_scale: jax.Array | None
+    k_smooth_16: jax.Array | None = None
+
+
+def _keeps_k(spec, keep):
+    """Whether the backward pass reads K less its mean in 16 bits."""
+    return keep and not spec.uses_int8("dq")
+
+
+def _quantize_inputs(query, key, value, visibility, mean, *, spec: CallSpec, keep: bool) -> _Quantized:
+    """Q, K and V as `forward` and, if `keep`, the backward pass read them, by a kernel for each."""
     config = spec.config
-    q_int8 = q_scale = k_int8 = k_scale = k_smooth_16 = None
+    q_int8 = q_scale = k_int8 = k_scale = v = v_scale = k_smooth_16 = None
     if spec.uses_int8("qk") or (keep and spec.uses_int8("dk")):
         block = 1 if config.query_scale == "token" else config.block_q
         factor = spec.scale * steps.LOG2_E
         q_int8, q_scale = quantize_tokens(
             query, block=block, length=spec.query_length, repeat_scale=True, factor=factor
         )
-    keep_smooth = keep and not spec.uses_int8("dq")
     uses_smooth = spec.uses_int8("qk") or keep
     by_channel = spec.uses_int8("pv") and config.value_scale == "channel" and not spec.packed
     needs_mean, absmax = uses_smooth and config.smooth_k and mean is None, None
@@ -92,12 +148,16 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
     if uses_smooth:
         block = 1 if config.key_scale == "token" else config.block_k
         k_int8, k_scale, *rest = quantize_tokens(
-            smooth_key, mean, block=block, length=spec.key_length, repeat_scale=False, keep_16_bits=keep_smooth
+            smooth_key,
+            mean,
+            block=block,
+            length=spec.key_length,
+            repeat_scale=False,
+            keep_16_bits=_keeps_k(spec, keep),
         )
         k_smooth_16 = rest[0] if rest else None
-    value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
     if not spec.uses_int8("pv"):
-        v, v_scale = value_16, None
+        pass
     elif visibility is not None and spec.packed:
         v_int8, v_scale = _quantize.round_documents(value, visibility.query_segments, visibility.key_segments)
         v = turn(v_int8)
@@ -105,34 +165,7 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
         v, v_scale = quantize_channels(value, absmax), steps.scale_and_inverse(absmax)[0]
     else:
         v, v_scale = quantize_blocks(value, block=config.pv_span)
-
-    int8_scores = spec.uses_int8("qk")
-    scores = (q_int8, k_int8, v, q_scale, k_scale) if int8_scores else (q_16, k_16, v, None, None)
-    layout = hopper_tiles.find("forward", spec, visibility, query.dtype, query)
-    if layout is not None:
-        results = _hopper("forward")(*scores, v_scale, spec=spec, layout=layout, out_dtype=query.dtype, keep_out=keep)
-    else:
-        tile = tiles.forward_tile(spec, query.shape[-1], visibility)
-        results = forward_kernel(
-            *scores, v_scale, spec=spec, tile=tile, out_dtype=query.dtype, keep_out=keep, visibility=visibility
-        )
-    out, lse, *kept = results
-    if not keep:
-        return out, lse, None
-    residuals = Residuals(
-        q_int8=q_int8,
-        q_scale=q_scale,
-        q_16=q_16 if spec.keeps_16_bits("qk", "dk") else None,
-        k_int8=k_int8 if spec.uses_int8("qk", "dq") else None,
-        k_scale=k_scale if spec.uses_int8("qk", "dq") else None,
-        k_raw_16=k_16 if spec.keeps_16_bits("qk") else None,
-        k_smooth_16=k_smooth_16,
-        value_16=value_16,
-        out_int16=kept[0],
-        out_scale=kept[1],
-        lse=lse,
-    )
-    return out, lse, residuals
+    return _Quantized(q_int8, q_scale, k_int8, k_scale, v, v_scale, k_smooth_16)
 
 
 def mean_logits(query, key, visibility=None, *, spec: CallSpec):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import Results, assert_within, call_spec, forward_and_backward, make_inputs, oracle, relative_error
 
+from pallas_kernels import attention as kernels
 from pallas_kernels import launch
 from pallas_kernels.hopper import tiles
 from sagebwd_jax import SageConfig, attention
@@ -43,6 +44,11 @@ def hopper(monkeypatch):
 
 def like(depth=128, dtype=jnp.bfloat16, heads=2):
     return jax.ShapeDtypeStruct((1, 256, heads, depth), dtype)
+
+
+def _pad(x):
+    """Zeros after the last token up to the next 128, as kernels get their inputs."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 128), (0, 0), (0, 0)))
 
 
 def find(kernel, spec, *tensors, dtype=jnp.bfloat16):
@@ -118,6 +124,33 @@ class TestWhichCalls:
     def test_other_scales_and_spans_are_not(self, hopper, kernel, config):
         assert find(kernel, call_spec(config=config)) is None
 
+    @pytest.mark.parametrize("depth", [64, 128])
+    @pytest.mark.parametrize("config", ["default", "mixed", "dK in 16 bits"])
+    def test_inputs_are_rounded_by_one_kernel(self, hopper, config, depth):
+        inputs = [like(depth=depth, heads=4), like(depth=depth)]
+        spec = call_spec(depth=depth, config=CONFIGS[config])
+        assert tiles.takes_inputs(spec, None, *inputs)
+        assert not tiles.takes_inputs(spec, object(), *inputs)
+        for other in (
+            "a scale a block of queries",
+            SageConfig.faithful(),
+            SageConfig.precise(),
+            SageConfig(block_k=64),
+        ):
+            spec = call_spec(depth=depth, config=CONFIGS[other] if isinstance(other, str) else other)
+            assert tiles.takes_inputs(spec, None, *inputs) == (other == SageConfig(block_k=64))
+        assert not tiles.takes_inputs(call_spec(depth=depth), None, *[like(depth=depth, dtype=jnp.float32)] * 2)
+        assert not tiles.takes_inputs(call_spec(depth=32), None, *[like(depth=32)] * 2)
+
+    def test_inputs_of_more_blocks_than_fit_at_once_are_not(self, hopper, monkeypatch):
+        spec, inputs = call_spec(512, 512), [jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)] * 2
+        for cores, takes in ((2, True), (1, False)):
+            monkeypatch.setattr(tiles, "target_cores", lambda cores=cores: cores)
+            assert tiles.takes_inputs(spec, None, *inputs) == takes
+        long = [jax.ShapeDtypeStruct((1, 32768, 2, 128), jnp.bfloat16)] * 2
+        monkeypatch.setattr(tiles, "target_cores", lambda: 132)
+        assert not tiles.takes_inputs(call_spec(32768, 32768), None, *long)
+
     def test_nothing_is_without_such_a_gpu(self):
         if launch.target_capability() == tiles.CAPABILITY:
             pytest.skip("there is one")
@@ -187,6 +220,31 @@ class TestResults:
             got = forward_and_backward("triton", **options)(*inputs)
             expected = oracle(*(x.astype(jnp.float32) for x in inputs), **options)
             assert_within(got, expected, lse=2e-4, **bound(CONFIGS[config], depth))
+
+    @pytest.mark.parametrize("depth", [64, 128])
+    @pytest.mark.parametrize("lengths", [(700, 4500, 4, 2), (1100, 100, 3, 3), (64, 64, 1, 1)], ids=str)
+    def test_inputs_are_rounded_as_by_a_kernel_for_each(self, lengths, depth):
+        queries, keys, heads, kv_heads = lengths
+        sizes = dict(batch=2, heads=heads, kv_heads=kv_heads, depth=depth, dtype=jnp.bfloat16)
+        inputs = [_pad(x) for x in make_inputs(queries, keys, **sizes)[:3]]
+        # The mean matters.
+        inputs[1] = inputs[1].at[:, :keys].add(3)
+        spec = call_spec(queries, keys, depth=depth, config=SageConfig.mixed())
+        assert tiles.takes_inputs(spec, None, *inputs[:2])
+        separate = functools.partial(kernels._quantize_inputs, visibility=None, mean=None, spec=spec, keep=True)
+        expected = jax.jit(separate)(*inputs)
+        joint = importlib.import_module("pallas_kernels.hopper.quantize_inputs").quantize_inputs
+        got = kernels._Quantized(*jax.jit(functools.partial(joint, spec=spec, keep_16_bits=True))(*inputs))
+        for name, one, other in zip(got._fields, got, expected, strict=True):
+            one, other = (np.asarray(x, np.float32) for x in (one, other))
+            assert one.shape == other.shape, name
+            if name in ("q", "q_scale", "v", "v_scale"):
+                np.testing.assert_array_equal(one, other, name)
+            # K's mean is summed in another order.
+            elif name == "k":
+                assert np.abs(one - other).max() <= 1 and (one != other).mean() < 1e-4
+            else:
+                np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-5, err_msg=name)
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_are_as_close_to_exact_attention_as_the_oracle(self, is_causal):

@@ -101,6 +101,11 @@ def add_two_products(totals, first, second):
     return pl.run_state(run)(tuple(ACC.init(total) for total in totals))
 
 
+def load(ref):
+    """A 16-bit matrix buffer as a float32 tile."""
+    return plgpu.load(ref, layout=TILE).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
+
+
 def load_turned(ref):
     """The transpose of a 16-bit matrix buffer, as a float32 tile."""
     tile = plgpu.load(turned(ref), layout=plgpu.Layout.WGMMA_TRANSPOSED)  # pyright: ignore[reportCallIssue]
@@ -150,22 +155,32 @@ def round_to_int8(x):
     return pack_quads(x)  # pyright: ignore[reportCallIssue]
 
 
+def round_pairs_to_int8(x):
+    """The nearest integers as int8, in the order that they are in; NaN becomes 0."""
+    code = "{ .reg .s32 a, b, t; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; "
+    return _pack_pairs(x, jnp.int8, 16, code + "cvt.pack.sat.s8.s32.b32 t, b, a, 0; cvt.u16.u32 $0, t; }", "=h,f,f")
+
+
 def round_to_int16(x):
     """The nearest integers, ties to even."""
-    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.int16, layout=TILE)
     code = "{ .reg .s32 a, b; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; cvt.pack.sat.s16.s32 $0, b, a; }"
+    return _pack_pairs(x, jnp.int16, 32, code, "=r,f,f")
 
-    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=kind)
-    def pack_pairs(_, x):
-        i16, i32 = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
+
+def _pack_pairs(x, dtype, bits, code, constraints):
+    """A tile of two neighbours each made one word of so many bits by inline PTX."""
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout=TILE))
+    def pack(_, x):
+        of_pair, word = ir.IntegerType.get_signless(bits // 2), ir.IntegerType.get_signless(bits)
         registers = np.empty_like(x.registers)
         for index in np.ndindex(registers.shape):
             values = [vector.extract(x.registers[index], [], [i]) for i in range(2)]
-            word = _instruction(i32, values, code, "=r,f,f")
-            registers[index] = llvm.bitcast(ir.VectorType.get((2,), i16), word)
+            packed = _instruction(word, values, code, constraints)
+            registers[index] = llvm.bitcast(ir.VectorType.get((2,), of_pair), packed)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
 
-    return pack_pairs(x)  # pyright: ignore[reportCallIssue]
+    return pack(x)  # pyright: ignore[reportCallIssue]
 
 
 def row_numbers():

@@ -81,7 +81,19 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
             launch.arrive(held["free"].at[slot])
             return slot_of(slot + 1, layout), *sums
 
-        sums = slot_of(base, layout), *(filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
+        def skip(step, slot):
+            launch.wait(held["full"].at[slot])
+            launch.arrive(held["free"].at[slot])
+            return slot_of(slot + 1, layout)
+
+        zeros = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
+        hidden, slot = jnp.int32(0), slot_of(base, layout)
+        if spec.is_causal and group == 1:
+            # Queries that see other groups' keys alone.
+            hidden = jnp.clip(lax.div(first_key, jnp.int32(span)) - first, 0, per_head)
+            slot = lax.fori_loop(jnp.int32(0), hidden, skip, slot)
+            first, per_head = first + hidden, per_head - hidden
+        sums = slot, *zeros
         if not spec.is_causal or arrays.branches(int8, depth):
             sums = lax.fori_loop(jnp.int32(0), per_head * group, body, sums)
         else:

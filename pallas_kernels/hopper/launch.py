@@ -67,9 +67,34 @@ def store(buffer, target, x):
     plgpu.copy_smem_to_gmem(buffer, target)
 
 
-def stored():
-    """Wait until all buffers of this group that were stored have been read: memory has them at the launch's end."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def stored(*, but=0):
+    """Wait until all buffers of this group that were stored, `but` the last ones, have been read.
+
+    Memory has them at the end of the launch.
+    """
+    plgpu.wait_smem_to_gmem(but, wait_read_only=True)
+
+
+def write_vector(buffer, x):
+    """Write a vector to shared memory, for all warps of this group to read."""
+    buffer[...] = x
+    plgpu.commit_smem()
+
+
+def join(turn, count):
+    """Wait until `count` blocks have come here with this counter; then each sees what the others wrote to memory.
+
+    All of them must fit on the GPU at once.
+    """
+    # All warps have written.
+    plgpu.commit_smem()
+    plgpu.semaphore_signal(turn, 1, memory_scope="gpu")
+    plgpu.semaphore_wait(turn, count, decrement=False, memory_scope="gpu")
+
+
+def either(*buffers):
+    """One of these buffers, in the same place of shared memory."""
+    return plgpu.RefUnion(*buffers)
 
 
 def turns(*shape):
@@ -141,10 +166,13 @@ def stream(count, base, layout: Groups, *loads):
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a block's work: run(group, *refs) by `groups` warp groups of threads with that many registers."""
+    """A part of a block's work: run(group, *refs) by `groups` warp groups of threads with that many registers.
+
+    None leaves the registers to the compiler; the part is the only one then.
+    """
 
     groups: int
-    registers: int
+    registers: int | None
     run: Callable
 
 
@@ -214,8 +242,9 @@ def call_parts(parts, name, grid: dict[str, int], inputs, out_shapes, scratch):
 
             @pl.when(group == first if first else group < part.groups)
             def _(part=part):
-                action = "increase" if part.registers > launched else "decrease"
-                plgpu.set_max_registers(part.registers, action=action)
+                if part.registers is not None:
+                    action = "increase" if part.registers > launched else "decrease"
+                    plgpu.set_max_registers(part.registers, action=action)
                 part.run(group, *refs)
 
             first += part.groups

@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.launch import is_interpreted, mapped, target_capability, varying_axes
+from pallas_kernels.launch import is_interpreted, mapped, target_capability, target_cores, varying_axes
 
 # Rows that a warp group owns: those of one wgmma instruction.
 GROUP = 64
@@ -33,6 +33,7 @@ class Row:
         products in 16 bits "grad_kv_16", "grad_q_16".
       depth: channels of a head, padded.
       groups, stages: see `Groups`.
+      from_keys: the least number of keys that it is faster for.
       milliseconds: of the kernel at B*T = 16384, 2048 channels, T = 8192, bfloat16; the Triton kernel's is in
         pallas_kernels/tiles.py.
     """
@@ -43,13 +44,16 @@ class Row:
     groups: int
     stages: int
     milliseconds: float
+    from_keys: int = 0
 
 
-# H200, 2026-11-29 and 30, JAX 0.11.2. Not listed, where the Triton kernels are as fast: forward, grad_v and grad_k at
-# depth 64, and grad_q there if causal. The first row that suits a call is taken.
+# H200, 2026-11-29 and 30, JAX 0.11.2. Not listed, where the Triton kernels are as fast: grad_v and grad_k at depth 64,
+# and grad_q there if causal. The first row that suits a call is taken.
 TABLE = (
-    Row("forward", 128, False, 3, 2, 1.454),
-    Row("forward", 128, True, 3, 2, 0.819),
+    Row("forward", 64, False, 3, 2, 2.081, from_keys=32768),
+    Row("forward", 64, True, 3, 2, 1.061, from_keys=4096),
+    Row("forward", 128, False, 3, 2, 1.282),
+    Row("forward", 128, True, 3, 2, 0.704),
     Row("grad_v", 128, False, 3, 2, 1.465),
     Row("grad_v", 128, True, 3, 2, 0.783),
     Row("grad_k", 128, False, 3, 2, 2.682),
@@ -68,6 +72,12 @@ TABLE = (
     Row("grad_q_16", 128, False, 3, 2, 1.971),
     Row("grad_q_16", 128, True, 3, 2, 1.088),
 )
+# Tokens that a block of `quantize_inputs` holds: 128 take 93 microseconds for 74 (K and V, depth 64, T = 4096; H200,
+# 2026-11-30), 512 take 77.
+INPUT_ROWS = 256
+# Each of its blocks reads the sums of all blocks of a head: with more keys times channels than this it is slower than
+# a kernel for each (0.289 ms for 0.262 at 32768 keys, depth 128).
+INPUT_CHANNELS = 2**21
 # What the two slower axes of a launch can count: batch and heads.
 MOST_PROGRAMS = 65535
 # The INT8 products that a kernel makes beside S, and the spans that its buffers and products are made for.
@@ -85,6 +95,25 @@ _MADE_FOR = dict(
 def available() -> bool:
     """Whether calls are compiled for a GPU and by a JAX that these kernels are for."""
     return not is_interpreted() and target_capability() == CAPABILITY and jax.__version_info__[:2] >= MIN_JAX
+
+
+def takes_inputs(spec, visibility, query, key) -> bool:
+    """Whether one kernel quantises Q, K and V of this call; its blocks of one head must fit on the GPU at once."""
+    config, (batch, _, heads, depth), (_, keys, kv_heads, _) = spec.config, query.shape, key.shape
+    return (
+        available()
+        and visibility is None
+        and query.dtype == jnp.bfloat16
+        and depth in (64, 128)
+        and spec.uses_int8("qk")
+        and spec.uses_int8("pv")
+        and config.smooth_k
+        and (config.query_scale, config.key_scale, config.value_scale) == ("token", "block", "channel")
+        and config.block_k in (GROUP, 2 * GROUP)
+        and keys * depth <= INPUT_CHANNELS
+        and keys <= INPUT_ROWS * target_cores()
+        and max(batch * mapped(), heads + 2 * kv_heads) <= MOST_PROGRAMS
+    )
 
 
 def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
@@ -114,6 +143,7 @@ def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
         and config.block_k >= GROUP
     )
     for row in TABLE if suits else ():
-        if row.kernel == kernel and row.depth == depth and row.is_causal == spec.is_causal:
+        same = (row.kernel, row.depth, row.is_causal) == (kernel, depth, spec.is_causal)
+        if same and spec.key_length >= row.from_keys:
             return Groups(groups=row.groups, stages=row.stages)
     return None
