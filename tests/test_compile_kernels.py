@@ -53,7 +53,7 @@ def fresh_traces():
     kernel_cost._trace.cache_clear()
 
 
-def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0):
+def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0, dtype="bfloat16"):
     """What keeps each of these kernels from running well, by name.
 
     Causal kernels have a loop over whole tiles and one over others at any length, the rest at a ragged one alone, where
@@ -62,7 +62,7 @@ def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0):
     found = {}
     for kernel in kernels:
         try:
-            cost = compile_kernel(gpu, kernel, depth, causal, config, masks, ragged=not causal)
+            cost = compile_kernel(gpu, kernel, depth, causal, config, masks, dtype=dtype, ragged=not causal)
         except CompilerRefusal as refusal:
             found[kernel] = str(refusal)
             continue
@@ -107,6 +107,18 @@ def test_kernels_with_masks_fit_without_spills(gpu, masks):
 def test_all_kernels_with_masks_fit(gpu, preset, depth, masks):
     # 4 bytes: one value of one kernel, see tiles.py.
     masked_kernels_fit(gpu, preset, depth, masks, spill_allowed=8 if masks == "segments" else 4)
+
+
+# Inputs of other dtypes have other 16-bit operands, and never the kernels for Hopper.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("depth", [32, 64, 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", SHARED_LIMITS)
+def test_any_head_dim_and_dtype_fits_in_shared_memory(gpu, depth, causal, dtype):
+    names = kernel_names(gpu, depth, causal, SageConfig(), dtype=dtype)
+    assert {"forward", "quantize_tokens"} < set(names)
+    assert problems(gpu, depth, causal, SageConfig(), names, spill_allowed=1 << 20, dtype=dtype) == {}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
