@@ -177,7 +177,7 @@ class TestShapes:
         assert_usable(*run(*inputs, implementation=implementation))
 
     # As many heads of each kind, heads per key head that are more and fewer than key heads, and one key head.
-    @pytest.mark.parametrize("implementation", COMPILED)
+    @pytest.mark.parametrize("implementation", [*COMPILED, "triton-interpreted"])
     @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (8, 2), (12, 1), (16, 16)])
     def test_grouped_heads(self, implementation, heads, kv_heads):
         q, k, v, dout = make_inputs(257, 257, batch=1, heads=heads, kv_heads=kv_heads, dtype=jnp.bfloat16)
