@@ -138,9 +138,9 @@ def _dot(axes, a, b):
     return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
 
 
-def _scan(step, start, operands):
-    """lax.scan whose start has the type of what the step makes of it, also in a `shard_map`."""
-    return lax.scan(step, _sharding.vary_alike(start, operands)[0], operands)
+def _scan(step, start, operands, *read):
+    """lax.scan whose start has the type of what the step makes of it and of `read`, also in a `shard_map`."""
+    return lax.scan(step, _sharding.vary_alike(start, operands, read)[0], operands)
 
 
 def _over_rows(function, axis, operands, *, at_once=_ROWS) -> Any:
@@ -162,7 +162,7 @@ def _over_rows(function, axis, operands, *, at_once=_ROWS) -> Any:
 
     shapes = jax.eval_shape(block, firsts[0])
     start = jax.tree.map(lambda x: jnp.zeros((*x.shape[:axis], rows, *x.shape[axis + 1 :]), x.dtype), shapes)
-    return lax.scan(step, _sharding.vary_alike(start, operands)[0], firsts)[0]
+    return _scan(step, start, firsts, operands)[0]
 
 
 def _group(arrays, kv_heads):
@@ -339,7 +339,7 @@ def _grad_kv_scan(r, do_16, do_int8, do_scale, delta, visibility, spec, dtype):
             p_int8, p_scale = _quantize.round_rows(p * do_scale[..., None, :], tile_rows)
             return dv + (_dot("bkgst,bkgth->bkgsh", p_int8, do) * p_scale[..., None]).sum(2), None
 
-        dv, _ = _scan(step, jnp.zeros(k.shape, jnp.float32), (starts(config.dv_span), cut_dv))
+        dv, _ = _scan(step, jnp.zeros(k.shape, jnp.float32), (starts(config.dv_span), cut_dv), k)
         return dv.astype(dtype)
 
     def grad_k(first_row, rows):
@@ -356,7 +356,7 @@ def _grad_kv_scan(r, do_16, do_int8, do_scale, delta, visibility, spec, dtype):
             ds_int8, ds_scale = _quantize.round_rows(ds * q_scale[..., None, :], tile_rows)
             return dk + (_dot("bkgst,bkgth->bkgsh", ds_int8, q_right) * ds_scale[..., None]).sum(2), None
 
-        dk, _ = _scan(step, jnp.zeros(v.shape, jnp.float32), (starts(config.dk_span), cut_dk))
+        dk, _ = _scan(step, jnp.zeros(v.shape, jnp.float32), (starts(config.dk_span), cut_dk), k)
         return (dk * (1 / steps.LOG2_E if spec.uses_int8("dk") else spec.scale)).astype(dtype)
 
     q_right = r.q_int8 if spec.uses_int8("dk") else r.q_16.swapaxes(1, 2)
