@@ -7,7 +7,7 @@ from benchmarks import records
 
 TOKENS = 16384
 CHANNELS = 2048
-LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (1024, 8192)
 DEPTHS = (64, 128)
 # Floating-point operations of a pass, as a multiple of the forward pass's two products: the backward pass has five.

@@ -74,18 +74,19 @@ def compile_kernel(
     config: SageConfig,
     masks: str | None = None,
     *,
+    dtype: str = "bfloat16",
     ragged: bool = False,
     with_loop: bool = False,
 ) -> KernelCost:
     """The cost of one kernel, named as in `kernel_names`; `masks` is a key of `methods.MASKS`.
 
-    `ragged` is for lengths that no tile divides.
+    `dtype` is that of the inputs; `ragged` is for lengths that no tile divides.
 
     Raises:
       ValueError: an unknown GPU, or a kernel that this config does not launch.
       CompilerRefusal: see there.
     """
-    traced = _trace(gpu, depth, causal, config, masks, ragged)
+    traced = _trace(gpu, depth, causal, config, masks, dtype, ragged)
     if kernel not in traced.kernels:
         raise ValueError(f"{kernel=} is not launched by this config: {', '.join(traced.kernels)} are")
     with tempfile.TemporaryDirectory(prefix="kernel_cost_") as name:
@@ -107,9 +108,11 @@ def compile_kernel(
         )
 
 
-def kernel_names(gpu: str, depth: int, causal: bool, config: SageConfig, masks: str | None = None) -> list[str]:
+def kernel_names(
+    gpu: str, depth: int, causal: bool, config: SageConfig, masks: str | None = None, *, dtype: str = "bfloat16"
+) -> list[str]:
     """The kernels of one forward and backward pass, without "sagebwd_"; the second of one name ends in "_2"."""
-    return list(_trace(gpu, depth, causal, config, masks).kernels)
+    return list(_trace(gpu, depth, causal, config, masks, dtype).kernels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +125,17 @@ class _Trace:
 
 
 @functools.cache
-def _trace(gpu, depth, causal, config, masks=None, ragged=False) -> _Trace:
+def _trace(gpu, depth, causal, config, masks=None, dtype="bfloat16", ragged=False) -> _Trace:
     """Trace both passes for a GPU, without compiling anything."""
     if gpu not in TARGETS:
         raise ValueError(f"{gpu=}: known are {', '.join(TARGETS)}")
     mesh = topologies.make_mesh(_topology(TARGETS[gpu].description()), (1,), ("x",))
     case = Case(depth=depth, length=_LENGTH, causal=causal, batch=_BATCH, heads=_HEADS)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        kernels = single_kernels(*both_passes(case, config, masks, length=_RAGGED_LENGTH if ragged else _LENGTH))
+        length = _RAGGED_LENGTH if ragged else _LENGTH
+        kernels = single_kernels(*both_passes(case, config, masks, length=length, dtype=dtype))
         visibility = Visibility(**MASKS[masks](case)[0]) if masks else None
-        return _Trace(mesh, kernels, _scores_a_thread(call_spec(case, config), case, visibility))
+        return _Trace(mesh, kernels, _scores_a_thread(call_spec(case, config), case, visibility, dtype))
 
 
 def _topology(description, topology="1x1x1"):
@@ -145,7 +149,7 @@ def _topology(description, topology="1x1x1"):
         ) from error
 
 
-def _scores_a_thread(spec, case, visibility) -> dict[str, float]:
+def _scores_a_thread(spec, case, visibility, dtype) -> dict[str, float]:
     """How many scores of a tile a thread computes in each attention kernel, for the GPU that is compiled for."""
     depth, config = case.depth, spec.config
     joint, tile_k, tile_v = tiles.grad_kv_tiles(spec, depth, visibility)
@@ -156,7 +160,7 @@ def _scores_a_thread(spec, case, visibility) -> dict[str, float]:
         chosen |= {"grad_kv": ("grad_kv_16", tile_k, hopper_tiles.GROUP)}
     else:
         chosen |= {"grad_k": ("grad_k", tile_k, config.dk_span), "grad_v": ("grad_v", tile_v, config.dv_span)}
-    like, scores = jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16), {}
+    like, scores = jax.ShapeDtypeStruct(case.shape, dtype), {}
     # Its hottest loop is that of the groups that own keys.
     if hopper_tiles.find("grad_qkv", spec, visibility, like.dtype, like) is not None:
         scores["grad_qkv"] = hopper_tiles.GROUP * config.dk_span / 128

@@ -106,12 +106,12 @@ def call_spec(case: Case, config: SageConfig) -> CallSpec:
 
 
 def both_passes(
-    case: Case, config: SageConfig, masks: str | None = None, *, length: int | None = None
+    case: Case, config: SageConfig, masks: str | None = None, *, length: int | None = None, dtype: str = "bfloat16"
 ) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
     """The implementation's forward and backward pass, all results returned, and the shapes it takes.
 
     `masks` is a key of MASKS, for a call with them, and with dbias if there is a bias. From `length` on the case's
-    tokens are padding.
+    tokens are padding. `dtype` is that of query, key, value and dout.
     """
     fields, window = MASKS[masks](case) if masks else ({}, (None, None))
     tokens, packed = case.length if length is None else length, "query_segments" in fields
@@ -125,7 +125,7 @@ def both_passes(
         grads = kernels.backward(residuals, dout, None, visibility, spec=spec, want_dbias="bias" in fields)
         return out, lse, grads
 
-    return run, [*[jax.ShapeDtypeStruct(case.shape, jax.numpy.bfloat16)] * 4, *fields.values()]
+    return run, [*[jax.ShapeDtypeStruct(case.shape, dtype)] * 4, *fields.values()]
 
 
 def _segments(case):

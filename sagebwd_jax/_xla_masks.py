@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import masking, steps
 from sagebwd_jax._masks import Visibility
@@ -33,12 +34,13 @@ def cut(visibility: Visibility | None, kv_heads: int, span: int, *, along_keys: 
 
 
 def seen_and_bias(scanned: Visibility | None, whole: Visibility | None, queries, keys, spec):
-    """Which scores [b, k, g, t, s] count, by position and otherwise, and the bias in base 2 or None."""
+    """Which scores [b, k, g, t, s] of neighbouring queries and keys count, and the bias in base 2 or None."""
     seen = seen_by_position(queries, keys, spec)
     if scanned is None or whole is None:
         return seen, None
     fields = {f.name: getattr(scanned, f.name) for f in dataclasses.fields(Visibility)}
     v = Visibility(**{name: getattr(whole, name) if x is None else x for name, x in fields.items()})
+    v = _of_positions(v, queries, keys)
     seen = seen[None, None, None]
     if v.query_segments is not None and v.key_segments is not None:
         seen = seen & (v.query_segments[:, :, None] == v.key_segments[:, None, :])[:, None, None]
@@ -47,6 +49,19 @@ def seen_and_bias(scanned: Visibility | None, whole: Visibility | None, queries,
     if v.bias is None:
         return seen, None
     return seen & ~masking.hides(v.bias), v.bias.astype(jnp.float32) * steps.LOG2_E
+
+
+def _of_positions(v: Visibility, queries, keys):
+    """What of each field is for these queries and keys."""
+
+    def slice_to(x, axis, positions):
+        if x is None or x.shape[axis] in (1, positions.size):
+            return x
+        return lax.dynamic_slice_in_dim(x, positions[0], positions.size, axis)
+
+    both = [slice_to(slice_to(x, 3, queries), 4, keys) for x in (v.mask, v.bias)]
+    segments = slice_to(v.query_segments, 1, queries), slice_to(v.key_segments, 1, keys)
+    return Visibility(mask=both[0], bias=both[1], query_segments=segments[0], key_segments=segments[1])
 
 
 def seen_by_position(queries, keys, spec):

@@ -35,9 +35,13 @@ def fields(bounds):
     return dict(zip(("out", "dq", "dk", "dv"), bounds, strict=True))
 
 
-def run(*inputs, config=None, is_causal=False):
-    """ "xla" and exact attention on the same inputs."""
-    got = forward_and_backward("xla", is_causal=is_causal, config=config)(*inputs)
+# Where the shapes are those that users reported: plain JAX and, on a GPU, the kernels.
+COMPILED = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+
+
+def run(*inputs, config=None, is_causal=False, implementation="xla"):
+    """An implementation and exact attention on the same inputs."""
+    got = forward_and_backward(implementation, is_causal=is_causal, config=config)(*inputs)
     return got, exact(*inputs, is_causal=is_causal)
 
 
@@ -78,10 +82,11 @@ def test_all_in_16_bits_is_as_good_as_16_bit_attention(implementation):
 
 
 class TestOutliers:
-    def test_a_common_component_of_the_keys(self):
-        q, k, v, dout = make_inputs(512, 512, batch=1, heads=2, kv_heads=2, dtype=jnp.bfloat16)
+    @pytest.mark.parametrize("implementation", COMPILED)
+    def test_a_common_component_of_the_keys(self, implementation):
+        q, k, v, dout = make_inputs(1024, 1024, batch=1, heads=2, kv_heads=2, dtype=jnp.bfloat16)
         k = k.at[..., 3].add(100).at[..., 40].add(-60)
-        assert_usable(*run(q, k, v, dout))
+        assert_usable(*run(q, k, v, dout, implementation=implementation))
         unsmoothed = oracle(q, k, v, dout, config=SageConfig(smooth_k=False))
         assert relative_error(unsmoothed.dq, exact(q, k, v, dout).dq) > 0.3
 
@@ -116,37 +121,72 @@ class TestOutliers:
             assert 0.9 < ratio < 1.1, field
 
 
+@pytest.mark.parametrize("implementation", COMPILED)
 class TestLogitSize:
-    def test_logits_of_deviation_25(self):
-        q, k, v, dout = make_inputs(512, 512, batch=1, heads=2, kv_heads=2, dtype=jnp.bfloat16)
-        got, expected = run(q * 5, k * 5, v, dout)
+    @pytest.fixture
+    def inputs(self):
+        return make_inputs(1024, 1024, batch=1, heads=2, kv_heads=2, dtype=jnp.bfloat16)
+
+    def test_logits_of_deviation_25(self, implementation, inputs):
+        q, k, v, dout = inputs
+        got, expected = run(q * 5, k * 5, v, dout, implementation=implementation)
         assert_cosines(got, expected, out=0.995, dq=0.95, dk=0.95, dv=0.995)
 
-    def test_logits_of_deviation_400(self):
-        q, k, v, dout = make_inputs(512, 512, batch=1, heads=2, kv_heads=2, dtype=jnp.bfloat16)
-        got, expected = run(q * 20, k * 20, v, dout)
+    def test_logits_of_deviation_400(self, implementation, inputs):
+        q, k, v, dout = inputs
+        got, expected = run(q * 20, k * 20, v, dout, implementation=implementation)
         assert_finite(got)
         assert_cosines(got, expected, out=0.97)
 
-    def test_the_same_after_qk_norm(self):
-        q, k, v, dout = make_inputs(512, 512, batch=1, heads=2, kv_heads=2)
-        q, k = (20 * x / jnp.sqrt(jnp.mean((20 * x) ** 2, -1, keepdims=True)) for x in (q, k))
-        assert_usable(*run(q, k, v, dout))
+    def test_the_same_after_qk_norm(self, implementation, inputs):
+        q, k, v, dout = inputs
+        q, k = (20 * x.astype(jnp.float32) for x in (q, k))
+        q, k = ((x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True))).astype(v.dtype) for x in (q, k))
+        assert_usable(*run(q, k, v, dout, implementation=implementation))
 
 
 class TestShapes:
-    def test_many_short_sequences(self):
-        assert_usable(*run(*make_inputs(12, 12, batch=119, heads=5, kv_heads=5, depth=128, dtype=jnp.bfloat16)))
+    # Of 476 sequences plain JAX holds gigabytes: each is padded to a tile.
+    @pytest.mark.parametrize(
+        ("implementation", "shape"),
+        [
+            ("xla", (119, 12, 5)),
+            ("xla", (1, 476, 20)),
+            pytest.param("xla", (476, 12, 20), marks=pytest.mark.slow),
+            pytest.param("triton", (476, 12, 20), marks=pytest.mark.gpu),
+            pytest.param("triton", (1, 476, 20), marks=pytest.mark.gpu),
+        ],
+        ids=str,
+    )
+    def test_many_short_sequences(self, implementation, shape):
+        batch, length, heads = shape
+        inputs = make_inputs(length, length, batch=batch, heads=heads, kv_heads=heads, depth=128, dtype=jnp.bfloat16)
+        assert_usable(*run(*inputs, implementation=implementation))
 
-    @pytest.mark.parametrize(("queries", "keys", "depth"), [(512, 2048, 64), (576, 77, 96), (77, 576, 64)])
-    def test_cross_attention(self, queries, keys, depth):
+    @pytest.mark.parametrize("implementation", COMPILED)
+    @pytest.mark.parametrize("depth", [64, 96])
+    @pytest.mark.parametrize(("queries", "keys"), [(512, 2048), (2048, 512), (576, 77), (77, 576), (1, 300)])
+    def test_cross_attention(self, implementation, queries, keys, depth):
         inputs = make_inputs(queries, keys, batch=1, heads=2, kv_heads=2, depth=depth, dtype=jnp.bfloat16)
-        assert_usable(*run(*inputs))
+        assert_usable(*run(*inputs, implementation=implementation))
 
-    @pytest.mark.parametrize("depth", [8, 40, 72, 104, 112])
-    def test_head_dim(self, depth):
-        inputs = make_inputs(256, 256, batch=1, heads=4, kv_heads=4, depth=depth, dtype=jnp.bfloat16)
-        assert_usable(*run(*inputs, is_causal=True))
+    @pytest.mark.parametrize("implementation", COMPILED)
+    @pytest.mark.parametrize("depth", [8, 32, 40, 64, 72, 80, 96, 104, 112, 128, 160, 192, 256])
+    def test_head_dim(self, implementation, depth):
+        inputs = make_inputs(512, 512, batch=1, heads=8, kv_heads=8, depth=depth, dtype=jnp.bfloat16)
+        assert_usable(*run(*inputs, implementation=implementation))
+
+    # As many heads of each kind, heads per key head that are more and fewer than key heads, and one key head.
+    @pytest.mark.parametrize("implementation", [*COMPILED, "triton-interpreted"])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (8, 2), (12, 1), (16, 16)])
+    def test_grouped_heads(self, implementation, heads, kv_heads):
+        q, k, v, dout = make_inputs(257, 257, batch=1, heads=heads, kv_heads=kv_heads, dtype=jnp.bfloat16)
+        got, _ = run(q, k, v, dout, is_causal=True, implementation=implementation)
+        repeated = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        expected = exact(q, *repeated, dout, is_causal=True)
+        assert got.dk.shape == k.shape and got.dv.shape == v.shape
+        dk, dv = (x.reshape(*k.shape[:3], heads // kv_heads, k.shape[3]).sum(3) for x in (expected.dk, expected.dv))
+        assert_usable(got, expected._replace(dk=dk, dv=dv))
 
     def test_one_query_against_a_cache(self):
         q, k, v, dout = make_inputs(1, 333, batch=1, heads=16, kv_heads=16, dtype=jnp.bfloat16)

@@ -51,7 +51,7 @@ def test_flops_by_hand():
 
 def test_cases_hold_tokens_and_channels_constant():
     made = cases.make_cases(cases.LENGTHS, cases.DEPTHS)
-    assert len(made) == 24
+    assert len(made) == 28 and cases.LENGTHS[0] == 512 and cases.LENGTHS[-1] == 32768
     assert {case.heads * case.depth for case in made} == {2048}
     assert {case.batch * case.length for case in made if case.length <= 16384} == {16384}
     assert {case.batch for case in made if case.length == 32768} == {1}

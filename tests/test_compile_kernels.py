@@ -24,7 +24,7 @@ from benchmarks.methods import both_passes
 from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
 from pallas_kernels.launch import Tile
-from sagebwd_jax import SageConfig, attention, ring_attention
+from sagebwd_jax import RESIDUAL_NAMES, SageConfig, attention, ring_attention
 
 pytestmark = pytest.mark.compile
 
@@ -56,7 +56,7 @@ def fresh_traces():
     kernel_cost._trace.cache_clear()
 
 
-def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0):
+def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0, dtype="bfloat16"):
     """What keeps each of these kernels from running well, by name.
 
     Causal kernels have a loop over whole tiles and one over others at any length, the rest at a ragged one alone, where
@@ -66,7 +66,8 @@ def problems(gpu, depth, causal, config, kernels, masks=None, spill_allowed=0):
     for kernel in kernels:
         stays = gpu == "h200" and kernel in STAYS and masks is None
         try:
-            cost = compile_kernel(gpu, kernel, depth, causal, config, masks, with_loop=stays, ragged=not causal)
+            options = dict(dtype=dtype, with_loop=stays, ragged=not causal)
+            cost = compile_kernel(gpu, kernel, depth, causal, config, masks, **options)
         except CompilerRefusal as refusal:
             found[kernel] = str(refusal)
             continue
@@ -109,6 +110,18 @@ def test_kernels_with_masks_fit_without_spills(gpu, masks):
 def test_all_kernels_with_masks_fit(gpu, preset, depth, masks):
     # 4 bytes: one value of one kernel, see tiles.py.
     masked_kernels_fit(gpu, preset, depth, masks, spill_allowed=8 if masks == "segments" else 4)
+
+
+# Inputs of other dtypes have other 16-bit operands, and never the kernels for Hopper.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("depth", [32, 64, 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", SHARED_LIMITS)
+def test_any_head_dim_and_dtype_fits_in_shared_memory(gpu, depth, causal, dtype):
+    names = kernel_names(gpu, depth, causal, SageConfig(), dtype=dtype)
+    assert {"forward", "quantize_tokens"} < set(names)
+    assert problems(gpu, depth, causal, SageConfig(), names, spill_allowed=1 << 20, dtype=dtype) == {}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -219,6 +232,29 @@ def test_export_needs_checks_disabled(depth):
         exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*inputs)
     loaded = jax.export.deserialize(exported.serialize())
     assert loaded.platforms == ("cuda",) and [x.shape for x in loaded.out_avals] == [(2, 256, 4, depth)]
+
+
+@pytest.mark.parametrize(
+    ("names", "forwards"), [((), 8), (RESIDUAL_NAMES, 4)], ids=["nothing-saved", "residuals-saved"]
+)
+def test_checkpoint_runs_forward_kernels_as_its_policy_says(names, forwards):
+    mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["a100"].description()), (1,), ("x",))
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    def layer(x, kv):
+        return x + attention(x, kv, kv, implementation="triton", is_causal=True)
+
+    def loss(x, layers):
+        for kv in layers:
+            x = layer(x, kv)
+        return (x * x).astype(jnp.float32).sum()
+
+    x, kv = (
+        jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P())) for heads in (4, 2)
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(jax.grad(loss)).lower(x, [kv] * 4).compile().as_text()
+    assert len(re.findall(r"custom-call\([^\n]*sagebwd_forward\b", text)) == forwards
 
 
 TWO_SHAPES = """

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from helpers import cosine, normal, relative_error
+from helpers import assert_bitwise, cosine, normal, relative_error
 
 from sagebwd_jax import RESIDUAL_NAMES, SageConfig
 from sagebwd_jax.flax import _adapters, attention_fn
@@ -232,10 +232,26 @@ def test_gradients_of_scanned_layers_do_not_depend_on_remat():
         for a, b in zip(
             jax.tree.leaves(gradients(nn.remat(Layer, policy=policy))), jax.tree.leaves(plain), strict=True
         ):
-            assert relative_error(a, b) <= 1e-5
+            assert_bitwise(a, b)
+
+
+class Model(nn.Module):
+    """Tokens to logits, with one causal layer."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(16)(Layer()(nn.Embed(16, WIDTH)(tokens), None)[0])
 
 
 class TestInit:
+    def test_model_of_one_token_is_applied_to_many(self):
+        params = Model().init(jax.random.key(0), jnp.ones((1, 1), jnp.int32))
+        tokens = jax.random.randint(jax.random.key(1), (4, 257), 0, 16)
+        logits = jax.jit(Model().apply)(params, tokens)
+        assert logits.shape == (4, 257, 16) and jnp.isfinite(logits).all()
+        shapes = jax.eval_shape(Model().init, jax.random.key(0), jnp.ones((1, 1), jnp.int32))
+        assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+
     def test_linen_at_one_token_and_by_shape(self):
         module = nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=attention_fn)
         params = module.init(jax.random.key(0), jnp.ones((1, 1, WIDTH)))

@@ -5,6 +5,7 @@ import logging
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -80,6 +81,17 @@ class TestCompiledOnce:
 
         call(jnp.float32(0.5)), call(0.5)
         assert self.compilations(caplog, [lambda: call(jnp.float32(0.25)), lambda: call(0.5)] * 3) == []
+
+    # The bound is that of an impatient user; what it measures is the machine too, so it is not part of make test.
+    @pytest.mark.parametrize(
+        "implementation", [pytest.param("xla", marks=pytest.mark.slow), pytest.param("triton", marks=pytest.mark.gpu)]
+    )
+    def test_within_a_minute(self, implementation):
+        jax.clear_caches()
+        inputs = make_inputs(4096, 4096, batch=1, heads=8, kv_heads=2, depth=128, dtype=jnp.bfloat16)
+        start = time.monotonic()
+        forward_and_backward(implementation, is_causal=True).lower(*inputs).compile()
+        assert time.monotonic() - start <= 60
 
 
 class TestExport:

@@ -122,6 +122,17 @@ class TestExtremes:
         v = (v.astype(jnp.float32) * 5000).astype(jnp.float16)
         assert_usable(run(q, k, v, dout), exact(q, k, v, dout))
 
+    @pytest.mark.parametrize("implementation", ["xla", pytest.param("triton", marks=pytest.mark.gpu)])
+    def test_float16_does_not_overflow_over_a_long_row(self, implementation):
+        # As reported: rows of P over 4096 keys, whose products with V would be summed in 16 bits elsewhere.
+        q, k, v, dout = make_inputs(4096, 4096, batch=1, heads=1, kv_heads=1, depth=128, dtype=jnp.float16)
+        run = forward_and_backward(implementation)
+        assert relative_error(run(q, k, jnp.full_like(v, 3e4), dout).out, jnp.full_like(q, 3e4)) <= 0.01
+        v = (v.astype(jnp.float32) * 5000).astype(jnp.float16)
+        got = run(q, k, v, dout)
+        assert_finite(got)
+        assert_usable(got, exact(q, k, v, dout))
+
     def test_large_logits_are_finite(self, implementation):
         q, k, v, dout = make()
         got = forward_and_backward(implementation)(q * 300, k * 300, v, dout)

@@ -17,8 +17,8 @@ few = hypothesis.settings(max_examples=10, deadline=None, derandomize=True, data
 B, N = 2, 3
 
 
-def ranges_and_scores(queries, keys, block_q, block_k, owns_keys, is_causal=False, batch=B, **options):
-    """The ranges [B, N, tiles, 4], and which scores count by the oracle [B, N, T, S], padded to whole tiles."""
+def ranges_of(queries, keys, block_q, block_k, owns_keys, is_causal=False, batch=B, **options):
+    """The ranges [B, N, tiles, 4]."""
     sizes = _masks.Sizes(batch=batch, queries=queries, keys=keys, heads=N, batched=True)
     given = dict.fromkeys(
         ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths", "local_window_size")
@@ -29,12 +29,18 @@ def ranges_and_scores(queries, keys, block_q, block_k, owns_keys, is_causal=Fals
     tile = Tile(block_q=block_q, block_k=block_k, num_warps=4, num_stages=2)
     visibility = _masks.Visibility() if visibility is None else visibility
     ranges = masking.tile_ranges(visibility, spec=spec, tile=tile, owns_keys=owns_keys)
+    return np.broadcast_to(ranges, (batch, N, *ranges.shape[2:]))
+
+
+def ranges_and_scores(queries, keys, *blocks_and_owner, batch=B, is_causal=False, **options):
+    """The ranges, and which scores count by the oracle [B, N, T, S], padded to whole tiles."""
+    ranges = ranges_of(queries, keys, *blocks_and_owner, is_causal=is_causal, batch=batch, **options)
     seen = visible_scores(
         jnp.zeros((batch, queries, N, 1)), jnp.zeros((batch, keys, N, 1)), **options, is_causal=is_causal
     )
     seen = np.broadcast_to(seen, (batch, N, queries, keys))
     seen = np.pad(seen, ((0, 0), (0, 0), (0, -queries % 128), (0, -keys % 128)))
-    return np.broadcast_to(ranges, (batch, N, *ranges.shape[2:])), seen
+    return ranges, seen
 
 
 def tiled(seen, block_q, block_k, owns_keys):
@@ -74,7 +80,7 @@ def test_ranges_hold_what_counts(sizes, blocks, owns_keys, is_causal, window, sh
         options |= dict(query_segment_ids=jnp.array(ids[0]), key_value_segment_ids=jnp.array(ids[1]))
     if least_bias:
         options |= dict(bias=jnp.where(jnp.arange(keys) % 300 < 200, normal(seed, B, 1, 1, keys), -jnp.inf))
-    ranges, seen = ranges_and_scores(queries, keys, *blocks, owns_keys, is_causal, **options)
+    ranges, seen = ranges_and_scores(queries, keys, *blocks, owns_keys, is_causal=is_causal, **options)
     tiles = tiled(seen, *blocks, owns_keys)
     first, whole, whole_end, end = (ranges[..., place, None] for place in range(4))
     places = np.arange(tiles.shape[3])
@@ -92,6 +98,19 @@ def test_a_window_costs_its_width(owns_keys):
     assert (few_tiles[..., 3] - few_tiles[..., 0]).max() <= 3
     long, _ = ranges_and_scores(4096, 4096, 64, 64, owns_keys, batch=1, local_window_size=(64, 64))
     assert visits(long) / N <= 4.3 * visits(few_tiles) / (N * B)
+
+
+@pytest.mark.parametrize("owns_keys", [False, True])
+@pytest.mark.parametrize("window", [256, (256, 0)], ids=str)
+def test_tiles_of_a_window_grow_with_the_length_alone(owns_keys, window):
+    # What the kernels' loops run over: at 32768 tokens a window of 256 tokens to a side is 9 tiles of 64 of 512.
+    width = 2 * 256 if window == 256 else 256
+    for length in (2048, 32768):
+        ranges = ranges_of(length, length, 64, 64, owns_keys, batch=1, local_window_size=window)
+        visited = ranges[..., 3] - ranges[..., 0]
+        assert visited.shape[-1] == length // 64 and visited.max() == width // 64 + 1
+        # Fewer at the ends alone.
+        assert (visited[..., 4:-4] == width // 64 + 1).all()
 
 
 @pytest.mark.parametrize("owns_keys", [False, True])
