@@ -131,14 +131,10 @@ class TestWhichCalls:
         spec = call_spec(depth=depth, config=CONFIGS[config])
         assert tiles.takes_inputs(spec, None, *inputs)
         assert not tiles.takes_inputs(spec, object(), *inputs)
-        for other in (
-            "a scale a block of queries",
-            SageConfig.faithful(),
-            SageConfig.precise(),
-            SageConfig(block_k=64),
-        ):
-            spec = call_spec(depth=depth, config=CONFIGS[other] if isinstance(other, str) else other)
-            assert tiles.takes_inputs(spec, None, *inputs) == (other == SageConfig(block_k=64))
+        other_block = SageConfig(block_k=64, pv_span=64)
+        assert tiles.takes_inputs(call_spec(depth=depth, config=other_block), None, *inputs)
+        for other in (CONFIGS["a scale a block of queries"], SageConfig.faithful(), SageConfig.precise()):
+            assert not tiles.takes_inputs(call_spec(depth=depth, config=other), None, *inputs)
         assert not tiles.takes_inputs(call_spec(depth=depth), None, *[like(depth=depth, dtype=jnp.float32)] * 2)
         assert not tiles.takes_inputs(call_spec(depth=32), None, *[like(depth=32)] * 2)
 
