@@ -66,16 +66,16 @@ class TestBlocks:
 def test_groups_of_all_blocks_have_all_queries_and_see_all_their_keys(lengths, is_causal, groups, span):
     queries_module = pytest.importorskip("pallas_kernels.hopper.queries", exc_type=ImportError)
     queries, keys = lengths
-    spec, rows = call_spec(queries, keys, is_causal=is_causal), groups * GROUP
-    stream = jax.ShapeDtypeStruct((1,), jnp.int8)
-    steps = queries_module.query_blocks(1, 1, queries, rows, [stream], span, spec=spec).steps
+    spec = call_spec(queries, keys, is_causal=is_causal)
+    where = queries_module.QueryBlocks(queries, groups * GROUP, span, spec)
+    steps = where.dealt(1, 1, jax.ShapeDtypeStruct((1,), jnp.int8)).steps
     covered = set()
     for tile, of_block in enumerate(steps):
         at = (0, 0, jnp.int32(tile))
-        first, tiles = queries_module.query_block(at, rows, queries, span, spec=spec)
+        first, tiles = where.of(at)
         assert int(tiles) == of_block
         for group in range(groups):
-            own, count = queries_module.group_rows(first, group, tiles, queries, span, spec=spec)
+            own, count = where.of_group(group, first, tiles)
             covered |= set(range(int(own), int(own) + GROUP))
             seen = min(int(own) + GROUP, keys) if is_causal else keys
             assert -(-seen // span) == int(count) <= of_block

@@ -8,6 +8,7 @@ May be changed: the order. Which program takes a block does not change what it c
 import dataclasses
 import functools
 import heapq
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ class Blocks:
     programs: int
 
     @classmethod
-    def make(cls, batch: int, heads: int, steps: list[int], streams: list[jax.Array], cores: int):
+    def make(cls, batch: int, heads: int, steps: list[int], streams: Sequence[jax.Array], cores: int):
         """For `cores` multiprocessors; `streams` are the operands that all tiles of a head read."""
         a_head = sum(x.size * x.dtype.itemsize for x in streams) // (batch * heads)
         most = max(1, CACHE_BYTES // max(a_head, 1))

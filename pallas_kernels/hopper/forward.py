@@ -3,6 +3,7 @@
 May be changed: how a tile is computed. Must stay: one row of P is rounded over `pv_span` keys, the tile's length.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from pallas_kernels.forward import HIDDEN, TINY_SCALE
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import ROWS, across, down, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
-from pallas_kernels.hopper.queries import group_rows, hide, over_keys, query_block, query_blocks, skip_keys
+from pallas_kernels.hopper.queries import QueryBlocks, hide, over_keys, skip_keys
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -29,79 +30,8 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     """
     batch, heads, queries, depth = q.shape
     kv_heads, span = k.shape[1], spec.config.pv_span
-    group, rows = heads // kv_heads, layout.groups * GROUP
-    blocks = query_blocks(batch, heads, queries, rows, [k, v], span, spec=spec)
-    block = functools.partial(query_block, rows=rows, queries=queries, span=span, spec=spec)
-    own_rows = functools.partial(group_rows, queries=queries, span=span, spec=spec)
-
-    def fetch_own(index, at, *refs):
-        q_own, q_scale_own, v_scale_own, own = (refs[8 + 2 * keep_out + i] for i in (0, 1, 2, 3))
-        mine = at[0], at[1], pl.ds(own_rows(block(at)[0], index, 0)[0], GROUP)
-        fetch(refs[0].at[mine], q_own.at[index], own.at[index])
-        fetch(refs[3].at[mine], q_scale_own.at[index, 0], own.at[index])
-        fetch(refs[5].at[at[0], lax.div(at[1], jnp.int32(group))], v_scale_own.at[index, 0], own.at[index])
-
-    def compute(index, here, base, following, *refs):
-        k_scale_ref, outputs, refs = refs[4], refs[6 : 8 + 2 * keep_out], refs[8 + 2 * keep_out :]
-        q_own, q_scale_own, v_scale_own, own, *buffers, k_ring, v_ring, k_full, v_full, k_free, v_free = refs
-
-        def place():
-            """(batch, head, its key head), the group's first query, and how many tiles of keys it and the block see."""
-            b, n, tile = here()
-            first, tiles = block((b, n, tile))
-            return (b, n, lax.div(n, jnp.int32(group))), *own_rows(first, index, tiles), tiles
-
-        (b, _, kv), first, count, tiles = place()
-        launch.wait(own.at[index])
-        row_scale = arrays.load_vector(q_scale_own.at[index, 0], ROWS)
-        shape = (GROUP, span)
-
-        def body(j, carry, *, edge):
-            out, peak, shift, total = carry
-            slot = slot_of(base + j, layout)
-            scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
-            launch.wait(k_full.at[slot])
-            s = arrays.product(q_own.at[index], turned(k_ring.at[slot]), shape).astype(jnp.float32)
-            launch.arrive(k_free.at[slot])
-            s, scale = hide(s, HIDDEN, first, j, span, edge, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
-            peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
-            # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
-            p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
-            total = total * keep + p.sum(axis=1)
-            p_int8 = arrays.round_to_int8(p)
-            launch.wait(v_full.at[slot])
-            tile_out = arrays.product(p_int8, turned(v_ring.at[slot]), out.shape)
-            launch.arrive(v_free.at[slot])
-            return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
-
-        nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
-        start = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
-        out, _, shift, total = over_keys(
-            body, start, first, count, span, int8=spec.uses_int8("pv"), depth=depth, spec=spec
-        )
-        skip_keys(count, tiles, base, [((k_full,), k_free), ((v_full,), v_free)], layout=layout)
-        out = out * across(1 / total, out.shape)
-        out = out * down(arrays.load_vector(v_scale_own.at[index, 0], arrays.COLUMNS), out.shape)
-        following()
-        (b, n, _), first, _, tiles = place()
-        lse = shift + jnp.log(total) * steps.LOG2_E
-        launch.stored()
-        _write(outputs, [x.at[index] for x in buffers], out, lse, at=(b, n, first), spec=spec)
-        return tiles
-
-    def copy(at, base, q_ref, k_ref, v_ref, *refs):
-        k_ring, v_ring, k_full, v_full, k_free, v_free = refs[-6:]
-        b, kv, (_, tiles) = at[0], lax.div(at[1], jnp.int32(group)), block(at)
-
-        def load_k(j, slot):
-            fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])
-
-        def load_v(j, slot):
-            fetch(v_ref.at[b, kv, :, pl.ds(j * span, span)], v_ring.at[slot], v_full.at[slot])
-
-        launch.stream(tiles, base, layout, (load_k, k_free), (load_v, v_free))
-        return tiles
-
+    where = QueryBlocks(queries, layout.groups * GROUP, span, spec)
+    call = _Call(where, heads // kv_heads, keep_out, layout)
     shapes = [
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
         jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
@@ -110,9 +40,9 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     ]
     ring = functools.partial(launch.barriers, layout.stages)
     return launch.call(
-        launch.Work(fetch_own, compute, copy),
+        launch.Work(*(functools.partial(part, call) for part in (_fetch, _compute, _copy))),
         "sagebwd_forward",
-        blocks,
+        where.dealt(batch, heads, k, v),
         [q, k, v, q_scale, k_scale, v_scale],
         shapes[: 2 + 2 * keep_out],
         [
@@ -130,6 +60,93 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
         ],
         layout=layout,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the groups know: which queries they own, query heads a key head, whether O is kept, and the ring."""
+
+    where: QueryBlocks
+    group: int
+    keep_out: bool
+    layout: Groups
+
+    def key_head(self, head):
+        return lax.div(head, jnp.int32(self.group))
+
+
+def _fetch(call, index, at, *refs):
+    """Start the copies of a group's Q and its scales, and of V's scales."""
+    q_own, q_scale_own, v_scale_own, own = (refs[8 + 2 * call.keep_out + i] for i in range(4))
+    mine = call.where.rows_of(index, at)
+    fetch(refs[0].at[mine], q_own.at[index], own.at[index])
+    fetch(refs[3].at[mine], q_scale_own.at[index, 0], own.at[index])
+    fetch(refs[5].at[at[0], call.key_head(at[1])], v_scale_own.at[index, 0], own.at[index])
+
+
+def _compute(call, index, here, base, following, *refs):
+    """O of a group's queries."""
+    spec, span, layout = call.where.spec, call.where.span, call.layout
+    k_scale_ref, outputs, refs = refs[4], refs[6 : 8 + 2 * call.keep_out], refs[8 + 2 * call.keep_out :]
+    q_own, q_scale_own, v_scale_own, own, *buffers, k_ring, v_ring, k_full, v_full, k_free, v_free = refs
+    depth = q_own.shape[-1]
+
+    def place():
+        """(batch, head, its key head), the group's first query, and how many tiles of keys it and the block see."""
+        b, n, tile = here()
+        first, tiles = call.where.of((b, n, tile))
+        return (b, n, call.key_head(n)), *call.where.of_group(index, first, tiles), tiles
+
+    (b, _, kv), first, count, tiles = place()
+    launch.wait(own.at[index])
+    row_scale = arrays.load_vector(q_scale_own.at[index, 0], ROWS)
+    shape = (GROUP, span)
+
+    def body(j, carry, *, edge):
+        out, peak, shift, total = carry
+        slot = slot_of(base + j, layout)
+        scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
+        launch.wait(k_full.at[slot])
+        s = arrays.product(q_own.at[index], turned(k_ring.at[slot]), shape).astype(jnp.float32)
+        launch.arrive(k_free.at[slot])
+        s, scale = hide(s, HIDDEN, first, j, span, edge, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
+        peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
+        # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
+        p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
+        total = total * keep + p.sum(axis=1)
+        p_int8 = arrays.round_to_int8(p)
+        launch.wait(v_full.at[slot])
+        tile_out = arrays.product(p_int8, turned(v_ring.at[slot]), out.shape)
+        launch.arrive(v_free.at[slot])
+        return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
+
+    nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
+    start = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
+    out, _, shift, total = over_keys(body, start, first, count, span, int8=spec.uses_int8("pv"), depth=depth, spec=spec)
+    skip_keys(count, tiles, base, [((k_full,), k_free), ((v_full,), v_free)], layout=layout)
+    out = out * across(1 / total, out.shape)
+    out = out * down(arrays.load_vector(v_scale_own.at[index, 0], arrays.COLUMNS), out.shape)
+    following()
+    (b, n, _), first, _, tiles = place()
+    lse = shift + jnp.log(total) * steps.LOG2_E
+    launch.stored()
+    _write(outputs, [x.at[index] for x in buffers], out, lse, at=(b, n, first), spec=spec)
+    return tiles
+
+
+def _copy(call, at, base, q_ref, k_ref, v_ref, *refs):
+    """Fill the ring with K and V."""
+    k_ring, v_ring, k_full, v_full, k_free, v_free = refs[-6:]
+    b, kv, (_, tiles), span = at[0], call.key_head(at[1]), call.where.of(at), call.where.span
+
+    def load_k(j, slot):
+        fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])
+
+    def load_v(j, slot):
+        fetch(v_ref.at[b, kv, :, pl.ds(j * span, span)], v_ring.at[slot], v_full.at[slot])
+
+    launch.stream(tiles, base, call.layout, (load_k, k_free), (load_v, v_free))
+    return tiles
 
 
 def _write(outputs, buffers, out, lse, *, at, spec):

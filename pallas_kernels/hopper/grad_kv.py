@@ -5,6 +5,7 @@ computed. Must stay: a key's row of P is rounded over `dv_span` queries and its 
 length.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,6 +20,7 @@ from pallas_kernels.hopper.blocks import Blocks
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
 from pallas_kernels.hopper.tiles import GROUP, Groups
 from pallas_kernels.launch import target_cores
+from sagebwd_jax._config import CallSpec
 
 # Queries of a tile where no rounding asks for a number.
 SPAN_16 = 64
@@ -30,111 +32,20 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
     `ops` is a `BackwardOperands` (pallas_kernels/attention.py).
     """
     batch, keys, kv_heads, depth = ops.v.shape
-    group, rows, int8 = ops.dout.shape[2] // kv_heads, layout.groups * GROUP, want_dk != want_dv
+    int8 = want_dk != want_dv
     span = SPAN_16 if not int8 else spec.config.dk_span if want_dk else spec.config.dv_span
-    tiles = pl.cdiv(spec.query_length, span)
     own, streams, vectors = _operands(ops, int8, want_dk)
-    names = (*own, *streams, *vectors)
-    streamed = [*streams.values(), *vectors.values()]
-    first_tiles = [_first_tile(tile, rows, span, tiles, spec=spec) for tile in range(pl.cdiv(keys, rows))]
-    counts = [(tiles - first) * group for first in first_tiles]
-    blocks = Blocks.make(batch, kv_heads, counts, streamed, target_cores())
-
-    def queries_of(at):
-        """The first tile of queries that sees a block's keys, and how many do of each head."""
-        first = _first_tile(at[2], rows, span, tiles, spec=spec)
-        return first, tiles - first
-
-    def split(refs):
-        """Inputs by name, (k_scale, poison), outputs, and scratch by name."""
-        inputs, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
-        scalars, outputs, refs = refs[:2], refs[2 : 2 + want_dk + want_dv], refs[2 + want_dk + want_dv :]
-        held = dict(zip((*own, "result", *streams, "vectors", "own", "full", "free"), refs, strict=True))
-        return inputs, scalars, outputs, held
-
-    def keys_of(index, at):
-        """A group's first key: one past the end repeats the last rows."""
-        return jnp.minimum(at[2] * rows + index * GROUP, keys - GROUP)
-
-    def fetch_own(index, at, *refs):
-        inputs, _, _, held = split(refs)
-        (b, n, _), mine = at, pl.ds(keys_of(index, at), GROUP)
-        for name in own:
-            fetch(launch.tile_in(name, inputs[name], b, n, mine), held[name].at[index], held["own"].at[index])
-
-    def compute(index, here, base, following, *refs):
-        _, (k_scale_ref, poison_ref), outputs, held = split(refs)
-        at = here()
-        (first, per_head), first_key = queries_of(at), keys_of(index, at)
-        k_scale = k_scale_ref[*at[:2], lax.div(first_key, jnp.int32(spec.config.block_k))]
-        launch.wait(held["own"].at[index])
-        k_own, v_own = (held[x].at[index] if x in own else None for x in ("k", "v"))
-        tile = functools.partial(
-            _tile, held, k_own, v_own, k_scale, spec=spec, first_key=first_key, span=span, want=(want_dk, want_dv)
-        )
-
-        def body(step, carry, edge=None):
-            slot, *sums = carry
-            launch.wait(held["full"].at[slot])
-            i = lax.rem(step, per_head) if group > 1 else step
-            sums = tile(slot, first + i, sums, edge)
-            launch.arrive(held["free"].at[slot])
-            return slot_of(slot + 1, layout), *sums
-
-        def skip(step, slot):
-            launch.wait(held["full"].at[slot])
-            launch.arrive(held["free"].at[slot])
-            return slot_of(slot + 1, layout)
-
-        zeros = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
-        hidden, slot = jnp.int32(0), slot_of(base, layout)
-        if spec.is_causal and group == 1:
-            # Queries that see other groups' keys alone.
-            hidden = jnp.clip(lax.div(first_key, jnp.int32(span)) - first, 0, per_head)
-            slot = lax.fori_loop(jnp.int32(0), hidden, skip, slot)
-            first, per_head = first + hidden, per_head - hidden
-        sums = slot, *zeros
-        if not spec.is_causal or arrays.branches(int8, depth):
-            sums = lax.fori_loop(jnp.int32(0), per_head * group, body, sums)
-        else:
-            edges = jnp.clip(pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first, 0, per_head)
-            sums = _in_two_loops(body, sums, group, per_head, edges)
-        _, *sums = sums
-        following()
-        b, n, tile = here()
-        mine = pl.ds(keys_of(index, (b, n, tile)), GROUP)
-        # NaN if a query of the group is not finite: the maximum of a row loses it.
-        poison = poison_ref[b, n, 0]
-        factors = [1 / steps.LOG2_E if int8 else spec.scale] * want_dk + [1.0] * want_dv
-        for output, total, factor in zip(outputs, sums, factors, strict=True):
-            launch.stored()
-            launch.store(held["result"].at[index], output.at[b, mine, n], total * factor + poison)
-        return queries_of((b, n, tile))[1] * group
-
-    def copy(at, base, *refs):
-        inputs, _, _, held = split(refs)
-        first, per_head = queries_of(at)
-
-        def load(step, slot):
-            g, i = (lax.div(step, per_head), lax.rem(step, per_head)) if group > 1 else (0, step)
-            head, queries = at[1] * group + g, pl.ds((first + i) * span, span)
-            full = held["full"].at[slot]
-            for name in streams:
-                fetch(launch.tile_in(name, inputs[name], at[0], head, queries), held[name].at[slot], full)
-            for i, name in enumerate(vectors):
-                fetch(inputs[name].at[at[0], head, queries], held["vectors"].at[slot, i], full)
-
-        launch.stream(per_head * group, base, layout, (load, held["free"]))
-        return per_head * group
+    names = tuple(own), tuple(streams), tuple(vectors)
+    call = _Call(keys, span, ops.dout.shape[2] // kv_heads, (want_dk, want_dv), *names, layout, spec)
 
     def ring_of(name, x):
         turn = name.endswith("turned")
         return matrix(depth if turn else span, span if turn else depth, x.dtype, layout.stages)
 
     return launch.call(
-        launch.Work(fetch_own, compute, copy),
+        launch.Work(*(functools.partial(part, call) for part in (_fetch, _compute, _copy))),
         "sagebwd_grad_" + "k" * want_dk + "v" * want_dv,
-        blocks,
+        call.dealt(batch, kv_heads, *streams.values(), *vectors.values()),
         [*own.values(), *streams.values(), *vectors.values(), ops.k_scale, ops.poison],
         [jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)] * (want_dk + want_dv),
         [
@@ -150,13 +61,144 @@ def grad_kv(ops, *, spec, layout: Groups, want_dk, want_dv, out_dtype):
     )
 
 
-def _first_tile(tile, rows, span, tiles, *, spec):
-    """The first of `tiles` tiles of queries that sees keys of a block, known or not."""
-    if not spec.is_causal:
-        return 0 if isinstance(tile, int) else jnp.int32(0)
-    if isinstance(tile, int):
-        return min(tile * rows // span, tiles)
-    return jnp.minimum(lax.div(tile * rows, jnp.int32(span)), tiles)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the groups know: which keys they own, which queries they go through, and the names of their operands."""
+
+    keys: int
+    span: int
+    group: int
+    # dK and dV.
+    want: tuple[bool, bool]
+    own: tuple[str, ...]
+    streams: tuple[str, ...]
+    vectors: tuple[str, ...]
+    layout: Groups
+    spec: CallSpec
+
+    @property
+    def rows(self) -> int:
+        """Keys of a block."""
+        return self.layout.groups * GROUP
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of a head."""
+        return pl.cdiv(self.spec.query_length, self.span)
+
+    @property
+    def int8(self) -> bool:
+        """Whether the one product that is wanted is in INT8."""
+        return self.want[0] != self.want[1]
+
+    def dealt(self, batch, kv_heads, *streams) -> Blocks:
+        """All blocks, in the order that they are taken; `streams` are what all blocks of a head read."""
+        first_tiles = [int(self._first_tile(tile)) for tile in range(pl.cdiv(self.keys, self.rows))]
+        counts = [(self.tiles - first) * self.group for first in first_tiles]
+        return Blocks.make(batch, kv_heads, counts, streams, target_cores())
+
+    def queries_of(self, at):
+        """The first tile of queries that sees a block's keys, and how many do of each head."""
+        first = self._first_tile(at[2])
+        return first, self.tiles - first
+
+    def keys_of(self, index, at):
+        """A group's first key: one past the end repeats the last rows."""
+        return jnp.minimum(at[2] * self.rows + index * GROUP, self.keys - GROUP)
+
+    def split(self, refs):
+        """Inputs by name, (k_scale, poison), outputs, and scratch by name."""
+        names, outputs = (*self.own, *self.streams, *self.vectors), sum(self.want)
+        inputs, refs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+        held = (*self.own, "result", *self.streams, "vectors", "own", "full", "free")
+        return inputs, refs[:2], refs[2 : 2 + outputs], dict(zip(held, refs[2 + outputs :], strict=True))
+
+    def _first_tile(self, tile):
+        """The first tile of queries that sees keys of a block, known or not."""
+        if not self.spec.is_causal:
+            return 0 if isinstance(tile, int) else jnp.int32(0)
+        if isinstance(tile, int):
+            return min(tile * self.rows // self.span, self.tiles)
+        return jnp.minimum(lax.div(tile * self.rows, jnp.int32(self.span)), self.tiles)
+
+
+def _fetch(call, index, at, *refs):
+    """Start the copies of what a group owns."""
+    inputs, _, _, held = call.split(refs)
+    (b, n, _), mine = at, pl.ds(call.keys_of(index, at), GROUP)
+    for name in call.own:
+        fetch(launch.tile_in(name, inputs[name], b, n, mine), held[name].at[index], held["own"].at[index])
+
+
+def _compute(call, index, here, base, following, *refs):
+    """dK or dV, or both, of a group's keys."""
+    spec, span, group, layout = call.spec, call.span, call.group, call.layout
+    _, (k_scale_ref, poison_ref), outputs, held = call.split(refs)
+    depth, (want_dk, want_dv) = held["result"].shape[-1], call.want
+    at = here()
+    (first, per_head), first_key = call.queries_of(at), call.keys_of(index, at)
+    k_scale = k_scale_ref[*at[:2], lax.div(first_key, jnp.int32(spec.config.block_k))]
+    launch.wait(held["own"].at[index])
+    k_own, v_own = (held[x].at[index] if x in call.own else None for x in ("k", "v"))
+    tile = functools.partial(
+        _tile, held, k_own, v_own, k_scale, spec=spec, first_key=first_key, span=span, want=call.want
+    )
+
+    def body(step, carry, edge=None):
+        slot, *sums = carry
+        launch.wait(held["full"].at[slot])
+        i = lax.rem(step, per_head) if group > 1 else step
+        sums = tile(slot, first + i, sums, edge)
+        launch.arrive(held["free"].at[slot])
+        return slot_of(slot + 1, layout), *sums
+
+    def skip(step, slot):
+        launch.wait(held["full"].at[slot])
+        launch.arrive(held["free"].at[slot])
+        return slot_of(slot + 1, layout)
+
+    zeros = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
+    hidden, slot = jnp.int32(0), slot_of(base, layout)
+    if spec.is_causal and group == 1:
+        # Queries that see other groups' keys alone.
+        hidden = jnp.clip(lax.div(first_key, jnp.int32(span)) - first, 0, per_head)
+        slot = lax.fori_loop(jnp.int32(0), hidden, skip, slot)
+        first, per_head = first + hidden, per_head - hidden
+    sums = slot, *zeros
+    if not spec.is_causal or arrays.branches(call.int8, depth):
+        sums = lax.fori_loop(jnp.int32(0), per_head * group, body, sums)
+    else:
+        edges = jnp.clip(pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first, 0, per_head)
+        sums = _in_two_loops(body, sums, group, per_head, edges)
+    _, *sums = sums
+    following()
+    b, n, tile = here()
+    mine = pl.ds(call.keys_of(index, (b, n, tile)), GROUP)
+    # NaN if a query of the group is not finite: the maximum of a row loses it.
+    poison = poison_ref[b, n, 0]
+    factors = [1 / steps.LOG2_E if call.int8 else spec.scale] * want_dk + [1.0] * want_dv
+    for output, total, factor in zip(outputs, sums, factors, strict=True):
+        launch.stored()
+        launch.store(held["result"].at[index], output.at[b, mine, n], total * factor + poison)
+    return call.queries_of((b, n, tile))[1] * group
+
+
+def _copy(call, at, base, *refs):
+    """Fill the ring with tiles of queries."""
+    inputs, _, _, held = call.split(refs)
+    (first, per_head), group, span = call.queries_of(at), call.group, call.span
+
+    def load(step, slot):
+        g, i = (lax.div(step, per_head), lax.rem(step, per_head)) if group > 1 else (0, step)
+        head, queries = at[1] * group + g, pl.ds((first + i) * span, span)
+        full = held["full"].at[slot]
+        for name in call.streams:
+            fetch(launch.tile_in(name, inputs[name], at[0], head, queries), held[name].at[slot], full)
+        for i, name in enumerate(call.vectors):
+            fetch(inputs[name].at[at[0], head, queries], held["vectors"].at[slot, i], full)
+
+    launch.stream(per_head * group, base, call.layout, (load, held["free"]))
+    return per_head * group
 
 
 def _operands(ops, int8, want_dk):

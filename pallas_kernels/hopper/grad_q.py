@@ -4,6 +4,7 @@ May be changed: how a tile is computed. Must stay: a query's row of dS is rounde
 length.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import ROWS, across, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
-from pallas_kernels.hopper.queries import group_rows, hide, over_keys, query_block, query_blocks, skip_keys
+from pallas_kernels.hopper.queries import QueryBlocks, hide, over_keys, skip_keys
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -22,104 +23,15 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
     """dQ [B, T, N, H]; `ops` is a `BackwardOperands` (pallas_kernels/attention.py)."""
     batch, queries, heads, depth = ops.dout.shape
     kv_heads, int8, span = ops.v.shape[2], spec.uses_int8("dq"), spec.config.dq_span
-    group, rows = heads // kv_heads, layout.groups * GROUP
     right = ops.k_turned if int8 else ops.k_16
-    blocks = query_blocks(batch, heads, queries, rows, [ops.k, ops.v, right], span, spec=spec)
-    block = functools.partial(query_block, rows=rows, queries=queries, span=span, spec=spec)
-    own_rows = functools.partial(group_rows, queries=queries, span=span, spec=spec)
-
-    def split(refs):
-        """(q, k, v, dout, right), k_scale, the vectors of rows, dQ, and scratch."""
-        return refs[:5], refs[5], refs[6:9], refs[9], refs[10:]
-
-    def fetch_own(index, at, *refs):
-        (q_ref, _, _, dout_ref, _), _, vectors, _, (q_own, dout_own, vectors_own, own, *_) = split(refs)
-        b, n, mine = at[0], at[1], pl.ds(own_rows(block(at)[0], index, 0)[0], GROUP)
-        fetch(q_ref.at[b, n, mine], q_own.at[index], own.at[index])
-        fetch(dout_ref.at[b, mine, n], dout_own.at[index], own.at[index])
-        for i, ref in enumerate(vectors):
-            fetch(ref.at[b, n, mine], vectors_own.at[index, i], own.at[index])
-
-    def compute(index, here, base, following, *refs):
-        _, k_scale_ref, _, dq_ref, refs = split(refs)
-        q_own, dout_own, vectors_own, own, result, k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs
-
-        def place():
-            """Batch, head, the group's first query, and how many tiles of keys it and the block see."""
-            b, n, tile = here()
-            first, tiles = block((b, n, tile))
-            return b, n, *own_rows(first, index, tiles), tiles
-
-        b, n, first, count, tiles = place()
-        kv = lax.div(n, jnp.int32(group))
-        launch.wait(own.at[index])
-        q_scale, lse, delta = (arrays.load_vector(vectors_own.at[index, i], ROWS) for i in range(3))
-        shape = (GROUP, span)
-
-        def body(j, dq, *, edge):
-            slot = slot_of(base + j, layout)
-            k_scale = k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
-            launch.wait(k_full.at[slot])
-
-            def probabilities(s):
-                p = jnp.exp2(s.astype(jnp.float32) * across(q_scale * k_scale, shape) + across(-lse, shape))
-                return hide(p, 0.0, first, j, span, edge, spec=spec)
-
-            p, dp = arrays.two_products(
-                (q_own.at[index], turned(k_ring.at[slot])),
-                (dout_own.at[index], turned(v_ring.at[slot])),
-                probabilities,
-                shape,
-                ready=lambda: launch.wait(v_full.at[slot]),
-            )
-            ds = p * (dp - across(delta, shape))
-            if int8:
-                ds_int8, ds_scale = arrays.quantize_row(ds)
-                launch.wait(right_full.at[slot])
-                dq = arrays.add_int8_product(dq, ds_int8, ds_scale * k_scale, right_ring.at[slot])
-            else:
-                ds_16 = ds.astype(jnp.bfloat16)
-                launch.wait(right_full.at[slot])
-                dq = arrays.add_product(dq, ds_16, right_ring.at[slot])
-            launch.arrive(free.at[slot])
-            return dq
-
-        dq = filled((GROUP, depth), 0.0)
-        dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
-        skip_keys(count, tiles, base, [((k_full, v_full, right_full), free)], layout=layout)
-        # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
-        poison = delta * 0 + lse * 0
-        following()
-        b, n, first, _, tiles = place()
-        launch.stored()
-        out = dq * spec.scale + across(poison, dq.shape)
-        launch.store(result.at[index], dq_ref.at[b, pl.ds(first, GROUP), n], out)
-        return tiles
-
-    def copy(at, base, *refs):
-        (_, k_ref, v_ref, _, right_ref), _, _, _, refs = split(refs)
-        k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs[-7:]
-        b, kv, (_, tiles) = at[0], lax.div(at[1], jnp.int32(group)), block(at)
-
-        def load(j, slot):
-            keys = pl.ds(j * span, span)
-            fetch(k_ref.at[b, kv, keys], k_ring.at[slot], k_full.at[slot])
-            fetch(v_ref.at[b, keys, kv], v_ring.at[slot], v_full.at[slot])
-            fetch(
-                right_ref.at[b, kv, :, keys] if int8 else right_ref.at[b, kv, keys],
-                right_ring.at[slot],
-                right_full.at[slot],
-            )
-
-        launch.stream(tiles, base, layout, (load, free))
-        return tiles
-
+    where = QueryBlocks(queries, layout.groups * GROUP, span, spec)
+    call = _Call(where, heads // kv_heads, layout)
     ring = functools.partial(launch.barriers, layout.stages)
     own = functools.partial(matrix, GROUP, depth)
     return launch.call(
-        launch.Work(fetch_own, compute, copy),
+        launch.Work(*(functools.partial(part, call) for part in (_fetch, _compute, _copy))),
         "sagebwd_grad_q",
-        blocks,
+        where.dealt(batch, heads, ops.k, ops.v, right),
         [ops.q, ops.k, ops.v, ops.dout, right, ops.k_scale, ops.q_scale, ops.lse, ops.delta],
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
         [
@@ -138,3 +50,113 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
         ],
         layout=layout,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the groups know: which queries they own, query heads a key head, and the ring."""
+
+    where: QueryBlocks
+    group: int
+    layout: Groups
+
+    @property
+    def int8(self) -> bool:
+        """Whether dS and K are multiplied in INT8."""
+        return self.where.spec.uses_int8("dq")
+
+
+def _split(refs):
+    """(q, k, v, dout, right), k_scale, the vectors of rows, dQ, and scratch."""
+    return refs[:5], refs[5], refs[6:9], refs[9], refs[10:]
+
+
+def _fetch(call, index, at, *refs):
+    """Start the copies of a group's Q, dO and vectors."""
+    (q_ref, _, _, dout_ref, _), _, vectors, _, (q_own, dout_own, vectors_own, own, *_) = _split(refs)
+    b, n, mine = call.where.rows_of(index, at)
+    fetch(q_ref.at[b, n, mine], q_own.at[index], own.at[index])
+    fetch(dout_ref.at[b, mine, n], dout_own.at[index], own.at[index])
+    for i, ref in enumerate(vectors):
+        fetch(ref.at[b, n, mine], vectors_own.at[index, i], own.at[index])
+
+
+def _compute(call, index, here, base, following, *refs):
+    """dQ of a group's queries."""
+    spec, span, layout, int8 = call.where.spec, call.where.span, call.layout, call.int8
+    _, k_scale_ref, _, dq_ref, refs = _split(refs)
+    q_own, dout_own, vectors_own, own, result, k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs
+    depth = q_own.shape[-1]
+
+    def place():
+        """Batch, head, the group's first query, and how many tiles of keys it and the block see."""
+        b, n, tile = here()
+        first, tiles = call.where.of((b, n, tile))
+        return b, n, *call.where.of_group(index, first, tiles), tiles
+
+    b, n, first, count, tiles = place()
+    kv = lax.div(n, jnp.int32(call.group))
+    launch.wait(own.at[index])
+    q_scale, lse, delta = (arrays.load_vector(vectors_own.at[index, i], ROWS) for i in range(3))
+    shape = (GROUP, span)
+
+    def body(j, dq, *, edge):
+        slot = slot_of(base + j, layout)
+        k_scale = k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
+        launch.wait(k_full.at[slot])
+
+        def probabilities(s):
+            p = jnp.exp2(s.astype(jnp.float32) * across(q_scale * k_scale, shape) + across(-lse, shape))
+            return hide(p, 0.0, first, j, span, edge, spec=spec)
+
+        p, dp = arrays.two_products(
+            (q_own.at[index], turned(k_ring.at[slot])),
+            (dout_own.at[index], turned(v_ring.at[slot])),
+            probabilities,
+            shape,
+            ready=lambda: launch.wait(v_full.at[slot]),
+        )
+        ds = p * (dp - across(delta, shape))
+        if int8:
+            ds_int8, ds_scale = arrays.quantize_row(ds)
+            launch.wait(right_full.at[slot])
+            dq = arrays.add_int8_product(dq, ds_int8, ds_scale * k_scale, right_ring.at[slot])
+        else:
+            ds_16 = ds.astype(jnp.bfloat16)
+            launch.wait(right_full.at[slot])
+            dq = arrays.add_product(dq, ds_16, right_ring.at[slot])
+        launch.arrive(free.at[slot])
+        return dq
+
+    dq = filled((GROUP, depth), 0.0)
+    dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
+    skip_keys(count, tiles, base, [((k_full, v_full, right_full), free)], layout=layout)
+    # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
+    poison = delta * 0 + lse * 0
+    following()
+    b, n, first, _, tiles = place()
+    launch.stored()
+    out = dq * spec.scale + across(poison, dq.shape)
+    launch.store(result.at[index], dq_ref.at[b, pl.ds(first, GROUP), n], out)
+    return tiles
+
+
+def _copy(call, at, base, *refs):
+    """Fill the ring with K, V and what dS is multiplied with."""
+    (_, k_ref, v_ref, _, right_ref), _, _, _, refs = _split(refs)
+    k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs[-7:]
+    span = call.where.span
+    b, kv, (_, tiles) = at[0], lax.div(at[1], jnp.int32(call.group)), call.where.of(at)
+
+    def load(j, slot):
+        keys = pl.ds(j * span, span)
+        fetch(k_ref.at[b, kv, keys], k_ring.at[slot], k_full.at[slot])
+        fetch(v_ref.at[b, keys, kv], v_ring.at[slot], v_full.at[slot])
+        fetch(
+            right_ref.at[b, kv, :, keys] if call.int8 else right_ref.at[b, kv, keys],
+            right_ring.at[slot],
+            right_full.at[slot],
+        )
+
+    launch.stream(tiles, base, call.layout, (load, free))
+    return tiles

@@ -1,5 +1,6 @@
 """What the Hopper kernels that own queries share: which block this is, and which keys and scores it sees."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -10,39 +11,51 @@ from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.blocks import Blocks
 from pallas_kernels.hopper.tiles import GROUP, Groups
 from pallas_kernels.launch import target_cores
+from sagebwd_jax._config import CallSpec
 
 
-def query_blocks(batch, heads, queries, rows, streams, span, *, spec) -> Blocks:
-    """The blocks of `rows` queries; `streams` are the operands that all blocks of a head read."""
-    steps = [int(_key_tiles(queries - tile * rows, span, spec=spec)) for tile in range(pl.cdiv(queries, rows))]
-    return Blocks.make(batch, heads, steps, streams, target_cores())
+@dataclasses.dataclass(frozen=True)
+class QueryBlocks:
+    """Blocks of `rows` of a head's `queries`, which go through tiles of `span` keys."""
 
+    queries: int
+    rows: int
+    span: int
+    spec: CallSpec
 
-def query_block(at, rows, queries, span, *, spec):
-    """The first query of a block `at` (batch, head, tile), and how many tiles of keys its rows see.
+    def dealt(self, batch, heads, *streams) -> Blocks:
+        """All blocks, in the order that they are taken; `streams` are what all blocks of a head read."""
+        tiles = range(pl.cdiv(self.queries, self.rows))
+        steps = [int(self._key_tiles(self.queries - tile * self.rows)) for tile in tiles]
+        return Blocks.make(batch, heads, steps, streams, target_cores())
 
-    Tiles count from the end, so that causal blocks with the most keys come first and one that is not full has the
-    fewest. Its rows begin before 0.
-    """
-    end = queries - at[2] * rows
-    return end - rows, _key_tiles(end, span, spec=spec)
+    def of(self, at):
+        """The first query of a block `at` (batch, head, tile), and how many tiles of keys its rows see.
 
+        Tiles count from the end, so that causal blocks with the most keys come first and one that is not full has the
+        fewest. Its rows begin before 0.
+        """
+        end = self.queries - at[2] * self.rows
+        return end - self.rows, self._key_tiles(end)
 
-def _key_tiles(end, span, *, spec):
-    """How many tiles of keys the queries before `end`, known or not, see."""
-    count = pl.cdiv(spec.key_length, span)
-    if not spec.is_causal:
-        return count if isinstance(end, int) else jnp.int32(count)
-    if isinstance(end, int):
-        return min(count, pl.cdiv(end, span))
-    return jnp.minimum(count, pl.cdiv(end, jnp.int32(span)))
+    def of_group(self, index, first, count):
+        """The first query of a group of a block, and how many of the block's tiles of keys that group sees."""
+        # A group before the first query repeats rows of another.
+        first = jnp.clip(first + index * GROUP, 0, self.queries - GROUP)
+        return first, jnp.minimum(count, self._key_tiles(first + GROUP)) if self.spec.is_causal else count
 
+    def rows_of(self, index, at):
+        """(batch, head, the rows) of a group of a block."""
+        return at[0], at[1], pl.ds(self.of_group(index, self.of(at)[0], 0)[0], GROUP)
 
-def group_rows(first, group, count, queries, span, *, spec):
-    """The first query of a group of a block, and how many of the block's tiles of keys that group sees."""
-    # A group before the first query repeats rows of another.
-    first = jnp.clip(first + group * GROUP, 0, queries - GROUP)
-    return first, jnp.minimum(count, _key_tiles(first + GROUP, span, spec=spec)) if spec.is_causal else count
+    def _key_tiles(self, end):
+        """How many tiles of keys the queries before `end`, known or not, see."""
+        count = pl.cdiv(self.spec.key_length, self.span)
+        if not self.spec.is_causal:
+            return count if isinstance(end, int) else jnp.int32(count)
+        if isinstance(end, int):
+            return min(count, pl.cdiv(end, self.span))
+        return jnp.minimum(count, pl.cdiv(end, jnp.int32(self.span)))
 
 
 def skip_keys(first, end, base, rings, *, layout: Groups):
