@@ -5,8 +5,10 @@ and shared memory in its launch sequence, and the kernel's PTX goes through ptxa
 CUDA plugin (not the CUDA libraries, not a GPU) and the tools of `cuda_tools.py`.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import re
 import tempfile
@@ -31,6 +33,10 @@ from pallas_kernels.hopper import tiles as hopper_tiles
 from sagebwd_jax import SageConfig
 from sagebwd_jax._masks import Visibility
 
+# When it is first imported it says in the environment where its library is: not while `_compile` has changed that for a
+# while in another thread, which would undo it. Not every jaxlib has it.
+with contextlib.suppress(ImportError):
+    importlib.import_module("jax.experimental.mosaic.gpu")
 # Long enough that no loop is unrolled whole; nothing of this size is ever allocated.
 _BATCH, _LENGTH, _HEADS = 2, 8192, 2
 # No tile divides this one, so that every kernel has a loop over whole tiles and one over those at an end.
