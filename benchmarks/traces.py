@@ -11,12 +11,12 @@ _ATTENTION_KERNELS = ("forward", "grad")
 
 def kernel_name(eqn) -> str | None:
     """The name of the kernel that an equation launches, without "sagebwd_"; None if it launches none of ours."""
-    # A kernel of Mosaic GPU is wrapped in the rule by which it is batched.
-    inner = eqn.params["call"].eqns if eqn.primitive.name == "custom_vmap_call" else [eqn]
-    for launch in inner:
-        name = str(launch.params.get("name"))
-        if launch.primitive.name in ("pallas_call", "mpmd_map") and name.startswith(_PREFIX):
-            return name.removeprefix(_PREFIX)
+    if eqn.primitive.name == "custom_vmap_call":
+        # A kernel of Mosaic GPU is wrapped in the rules by which it is batched.
+        return next(filter(None, map(kernel_name, eqn.params["call"].eqns)), None)
+    name = str(eqn.params.get("name"))
+    if eqn.primitive.name in ("pallas_call", "mpmd_map") and name.startswith(_PREFIX):
+        return name.removeprefix(_PREFIX)
     return None
 
 

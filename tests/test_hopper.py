@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,17 @@ class TestWhichCalls:
         inputs = [jax.ShapeDtypeStruct((calls, 1000, 128, 1, 128), jnp.bfloat16)] * 3
         text = str(jax.make_jaxpr(run)(*inputs))
         assert ("mpmd_map" in text) == kernels
+
+    @pytest.mark.skipif(jax.__version_info__ < tiles.MIN_JAX, reason="the kernels are traced")
+    def test_mapped_calls_share_no_counters_of_blocks_that_wait(self, hopper):
+        def run(*inputs):
+            return jax.vjp(functools.partial(attention, implementation="triton"), *inputs)[1](inputs[0])
+
+        query = jax.ShapeDtypeStruct((3, 2, 1100, 4, 64), jnp.bfloat16)
+        key = jax.ShapeDtypeStruct((3, 2, 1100, 2, 64), jnp.bfloat16)
+        text = str(jax.make_jaxpr(jax.vmap(run))(query, key, key))
+        counters = set(re.findall(r"semaphore\[([\d,]+)\]", text))
+        assert len(counters) == 2 and all(shape.startswith("6,") for shape in counters)
 
     def test_other_depths_are_not(self, hopper):
         assert find("forward", call_spec(), like(depth=32)) is None
@@ -300,14 +312,15 @@ class TestResults:
 
     @pytest.mark.parametrize("depth", [64, 128])
     def test_are_those_of_a_loop_under_vmap(self, depth):
-        inputs = make_inputs(200, 200, batch=4, depth=depth, dtype=jnp.bfloat16)
-        inputs = [x.reshape(2, 2, *x.shape[1:]) for x in inputs]
+        # Blocks of a head wait for each other, and several of them.
+        inputs = make_inputs(1100, 1100, batch=6, depth=depth, dtype=jnp.bfloat16)
+        inputs = [x.reshape(3, 2, *x.shape[1:]) for x in inputs]
 
         def run(query, key, value, dout):
             call = functools.partial(attention, implementation="triton", is_causal=True)
             return jax.vjp(call, query, key, value)[1](dout)
 
         got = jax.jit(jax.vmap(run))(*inputs)
-        for i in range(2):
+        for i in range(3):
             for one, expected in zip(got, jax.jit(run)(*(x[i] for x in inputs)), strict=True):
                 assert relative_error(one[i], expected) == 0

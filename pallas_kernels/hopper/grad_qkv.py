@@ -35,7 +35,7 @@ VECTORS = ("q_scale", "shift", "factor", "delta")
 
 def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     """dQ [B, T, N, H], dK and dV [B, S, K, H]; `ops` is a `BackwardOperands` (pallas_kernels/attention.py)."""
-    batch, keys, kv_heads, depth = ops.v.shape
+    _, keys, kv_heads, depth = ops.v.shape
     queries, heads = ops.dout.shape[1:3]
     blocks = keys // (OWNERS * GROUP)
     # One P serves both sums over queries: its rows hold dO's scale, for dV, so dS takes Q's for dK over dO's.
@@ -57,15 +57,20 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
         launch.Part(1, SUM_REGISTERS, functools.partial(run, _sum_keys)),
         launch.Part(1, launch.COPY_REGISTERS, functools.partial(run, _copy)),
     )
-    of_keys = jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)
-    dk, dv, dq = launch.call_parts(
-        parts,
-        "sagebwd_grad_qkv",
-        dict(batch=batch, head=kv_heads // side, tile=blocks * side),
-        list(inputs.values()),
-        [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
-        list(scratch.values()),
-    )
+
+    def launch_all(*operands):
+        batch = operands[0].shape[0]
+        of_keys = jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)
+        return launch.call_parts(
+            parts,
+            "sagebwd_grad_qkv",
+            dict(batch=batch, head=kv_heads // side, tile=blocks * side),
+            operands,
+            [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
+            list(scratch.values()),
+        )
+
+    dk, dv, dq = launch.fold_vmap(launch_all)(*inputs.values())
     # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
     factor = spec.scale / q_scale + (ops.delta * 0 + ops.lse * 0)
     return (dq * factor.swapaxes(1, 2)[..., None]).astype(out_dtype), dk, dv

@@ -10,8 +10,10 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -98,7 +100,10 @@ def either(*buffers):
 
 
 def turns(*shape):
-    """Counters in memory that all blocks of the launch share, 0 at its start, for `add_in_turn`."""
+    """Counters in memory that all blocks of the launch share, 0 at its start: for `add_in_turn` and `join`.
+
+    vmap does not add an axis to them: a launch that has some is one of `fold_vmap`.
+    """
     return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
 
 
@@ -266,6 +271,27 @@ def call_parts(parts, name, grid: dict[str, int], inputs, out_shapes, scratch):
         ),
     )(*inputs)
     return vary_over(varying_axes(inputs), results)
+
+
+def fold_vmap(launch):
+    """launch(*arrays), all [B, ...] as its results; under vmap the mapped axis becomes a part of B.
+
+    For blocks that wait for each other. Pallas would add an axis to the grid, whose calls share one set of counters: a
+    block would go on when those of another call have come.
+    """
+    call = custom_vmap(launch)
+
+    @call.def_vmap
+    def _(size, in_batched, *arrays):
+        mapped = [
+            x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, is_mapped in zip(arrays, in_batched, strict=True)
+        ]
+        results = fold_vmap(launch)(*(x.reshape(-1, *x.shape[2:]) for x in mapped))
+        results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
 
 
 def registers_at_launch(groups):

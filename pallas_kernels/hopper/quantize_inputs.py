@@ -31,7 +31,7 @@ def quantize_inputs(query, key, value, *, spec, keep_16_bits):
     In this order: Q, its scale a token [B, N, T], which holds that of the logits in base 2; K less its mean, its scale
     per `block_k` tokens; V, its scale a channel [B, K, H]; with `keep_16_bits` K less its mean in bfloat16.
     """
-    (batch, queries, heads, depth), (_, keys, kv_heads, _) = query.shape, key.shape
+    (_, queries, heads, depth), (_, keys, kv_heads, _) = query.shape, key.shape
     kinds = 2 + heads // kv_heads
     tiles = pl.cdiv(keys, INPUT_ROWS)
 
@@ -41,7 +41,9 @@ def quantize_inputs(query, key, value, *, spec, keep_16_bits):
         n, kind = lax.div(n, jnp.int32(kinds)), lax.rem(n, jnp.int32(kinds))
         block = functools.partial(_Block, b, tile * INPUT_ROWS, scratch)
         # Blocks of K and V number their turns and sums by tensor and head.
-        head_sums = functools.partial(_sum_over_blocks, sums_ref, launch.turns(batch, 2 * kv_heads), tile, tiles)
+        head_sums = functools.partial(
+            _sum_over_blocks, sums_ref, launch.turns(q_ref.shape[0], 2 * kv_heads), tile, tiles
+        )
 
         @pl.when((kind == K) & (tile < tiles))
         def _():
@@ -56,29 +58,32 @@ def quantize_inputs(query, key, value, *, spec, keep_16_bits):
             head = n * (kinds - 2) + kind - 2
             _round_queries(block(head, q_ref, queries), outputs[:2], factor=spec.scale * steps.LOG2_E)
 
-    shapes = [
-        jax.ShapeDtypeStruct((batch, heads, queries, depth), jnp.int8),
-        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
-        jax.ShapeDtypeStruct((batch, kv_heads, keys, depth), jnp.int8),
-        jax.ShapeDtypeStruct((batch, kv_heads, keys // spec.config.block_k), jnp.float32),
-        jax.ShapeDtypeStruct((batch, kv_heads, depth, keys), jnp.int8),
-        jax.ShapeDtypeStruct((batch, kv_heads, depth), jnp.float32),
-        jax.ShapeDtypeStruct((batch, kv_heads, keys, depth), jnp.bfloat16),
-    ][: 6 + keep_16_bits]
-    results = launch.call_parts(
-        [launch.Part(1, None, kernel)],
-        "sagebwd_quantize_inputs",
-        dict(batch=batch, head=kinds * kv_heads, tile=max(tiles, pl.cdiv(queries, INPUT_ROWS))),
-        [query, key, value],
-        [*shapes, jax.ShapeDtypeStruct((batch, 2 * kv_heads, tiles, depth), jnp.float32)],
-        [
-            matrix(INPUT_ROWS, depth, key.dtype),
-            launch.either(matrix(GROUP, depth, jnp.int8, 2), matrix(depth, GROUP, jnp.int8, 2)),
-            launch.vectors(1, depth, 1),
-            launch.barriers(INPUT_ROWS // GROUP),
-        ],
-    )
-    return results[:-1]
+    def launch_all(query, key, value):
+        batch = query.shape[0]
+        shapes = [
+            jax.ShapeDtypeStruct((batch, heads, queries, depth), jnp.int8),
+            jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, keys, depth), jnp.int8),
+            jax.ShapeDtypeStruct((batch, kv_heads, keys // spec.config.block_k), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, depth, keys), jnp.int8),
+            jax.ShapeDtypeStruct((batch, kv_heads, depth), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, keys, depth), jnp.bfloat16),
+        ][: 6 + keep_16_bits]
+        return launch.call_parts(
+            [launch.Part(1, None, kernel)],
+            "sagebwd_quantize_inputs",
+            dict(batch=batch, head=kinds * kv_heads, tile=max(tiles, pl.cdiv(queries, INPUT_ROWS))),
+            [query, key, value],
+            [*shapes, jax.ShapeDtypeStruct((batch, 2 * kv_heads, tiles, depth), jnp.float32)],
+            [
+                matrix(INPUT_ROWS, depth, key.dtype),
+                launch.either(matrix(GROUP, depth, jnp.int8, 2), matrix(depth, GROUP, jnp.int8, 2)),
+                launch.vectors(1, depth, 1),
+                launch.barriers(INPUT_ROWS // GROUP),
+            ],
+        )
+
+    return launch.fold_vmap(launch_all)(query, key, value)[:-1]
 
 
 class _Block:
