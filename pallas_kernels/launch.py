@@ -255,8 +255,10 @@ _CORES = 132
 
 
 def target_cores() -> int:
-    """Multiprocessors of the GPU that calls are compiled for; those of an H200 where none is there."""
-    return getattr(jax.devices()[0], "core_count", _CORES)
+    """Multiprocessors of the GPU that calls are compiled for; those of an H200 where nothing says how many."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    cores = getattr(described, "num_cores", None) or getattr(jax.devices()[0], "core_count", None)
+    return cores or _CORES
 
 
 def check_target():

@@ -152,7 +152,7 @@ class TestWhichCalls:
 
     def test_inputs_of_more_blocks_than_fit_at_once_are_not(self, hopper, monkeypatch):
         spec, inputs = call_spec(512, 512), [jax.ShapeDtypeStruct((1, 512, 2, 128), jnp.bfloat16)] * 2
-        for cores, takes in ((2, True), (1, False)):
+        for cores, takes in ((4, True), (3, False)):
             monkeypatch.setattr(tiles, "target_cores", lambda cores=cores: cores)
             assert tiles.takes_inputs(spec, None, *inputs) == takes
         long = [jax.ShapeDtypeStruct((1, 32768, 2, 128), jnp.bfloat16)] * 2
@@ -228,6 +228,24 @@ class TestResults:
             got = forward_and_backward("triton", **options)(*inputs)
             expected = oracle(*(x.astype(jnp.float32) for x in inputs), **options)
             assert_within(got, expected, lse=2e-4, **bound(CONFIGS[config], depth))
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("depth", [64, 128])
+    @pytest.mark.parametrize("config", ["default", "mixed"])
+    def test_of_programs_that_take_many_blocks_agree_with_the_oracle(self, config, depth, is_causal, monkeypatch):
+        # As if there were three multiprocessors, which the caches of what was traced do not know of.
+        for name in ("queries", "grad_kv"):
+            module = importlib.import_module(f"pallas_kernels.hopper.{name}")
+            monkeypatch.setattr(module, "target_cores", lambda: 3)
+        for queries, keys in ((700, 430), (450, 700))[: 2 - is_causal]:
+            sizes = dict(batch=2, heads=4, kv_heads=2, depth=depth, dtype=jnp.bfloat16)
+            inputs = make_inputs(queries, keys, **sizes)
+            options = dict(is_causal=is_causal, config=CONFIGS[config])
+            jax.clear_caches()
+            got = forward_and_backward("triton", **options)(*inputs)
+            expected = oracle(*(x.astype(jnp.float32) for x in inputs), **options)
+            assert_within(got, expected, lse=2e-4, **bound(CONFIGS[config], depth))
+        jax.clear_caches()
 
     @pytest.mark.parametrize("depth", [64, 128])
     @pytest.mark.parametrize("lengths", [(700, 4500, 4, 2), (1100, 100, 3, 3), (64, 64, 1, 1)], ids=str)

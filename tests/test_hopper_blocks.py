@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from helpers import call_spec
 
+from pallas_kernels import launch
 from pallas_kernels.hopper import blocks as module
+from pallas_kernels.hopper import tiles
 from pallas_kernels.hopper.blocks import Blocks
 from pallas_kernels.hopper.tiles import GROUP
 
@@ -82,3 +84,37 @@ def test_groups_of_all_blocks_have_all_queries_and_see_all_their_keys(lengths, i
     assert covered == set(range(queries))
     # The longest come first.
     assert list(steps) == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("lengths", [(128, 128), (256, 1280), (1000, 256), (1280, 1280)], ids=str)
+def test_groups_of_all_blocks_have_all_keys_and_the_queries_that_see_them(lengths, is_causal, groups, group):
+    kernel = pytest.importorskip("pallas_kernels.hopper.grad_kv", exc_type=ImportError)
+    queries, keys = lengths
+    spec, span = call_spec(queries, keys, is_causal=is_causal), kernel.SPAN_16
+    layout = tiles.Groups(groups=groups, stages=2)
+    call = kernel._Call(keys, span, group, (True, True), ("k",), ("q",), ("shift",), layout, spec)
+    steps = call.dealt(1, 1, jax.ShapeDtypeStruct((1,), jnp.int8)).steps
+    covered = set()
+    for block, of_block in enumerate(steps):
+        at = (0, 0, jnp.int32(block))
+        first, per_head = call.queries_of(at)
+        assert int(per_head) * group == of_block
+        for index in range(groups):
+            own = int(call.keys_of(index, at))
+            covered |= set(range(own, own + GROUP))
+            sees = [query for query in range(queries) if not is_causal or query >= own]
+            assert not sees or int(first) * span <= sees[0] and sees[-1] < (int(first) + int(per_head)) * span
+    assert covered == set(range(keys))
+    assert list(steps) == sorted(steps, reverse=True)
+
+
+def test_multiprocessors_are_those_of_the_described_gpu():
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H20", num_cores=78, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert launch.target_cores() == 78
+    if jax.devices()[0].platform == "cpu":
+        assert launch.target_cores() == 132

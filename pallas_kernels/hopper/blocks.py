@@ -28,7 +28,7 @@ class Blocks:
     """The blocks of a launch: for each of batch and heads `len(steps)` tiles, of so many steps each.
 
     Attributes:
-      side: how many heads are gone through together, tile by tile; it divides batch * heads.
+      side: how many heads are gone through together, tile by tile, if there is a plan; it divides batch * heads.
       programs: that take them.
     """
 

@@ -131,7 +131,7 @@ def _compute(call, index, here, base, following, *refs):
     dq = filled((GROUP, depth), 0.0)
     dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
     skip_keys(count, tiles, base, [((k_full, v_full, right_full), free)], layout=layout)
-    # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
+    # NaN where a row's operands are not finite, as the Triton kernels, whose maximum of a row loses it, must say it.
     poison = delta * 0 + lse * 0
     following()
     b, n, first, _, tiles = place()

@@ -19,14 +19,13 @@ from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix
 from pallas_kernels.hopper.tiles import GROUP, Groups
+from pallas_kernels.launch import target_cores
 from sagebwd_jax._config import CallSpec
 
 # Queries of a tile, and the groups that own keys.
 SPAN, OWNERS = 64, 2
 # Registers of a thread of the owners and of the group that makes dQ. With these nothing spills.
 OWNER_REGISTERS, SUM_REGISTERS = 184, 112
-# Blocks that an H100 or H200 runs at once, one a multiprocessor.
-AT_ONCE = 132
 # Tiles of dS, and of dQ, that may wait for the next group.
 WAITING = 2
 STREAMS = ("q", "q_turned", "dout", "dout_turned")
@@ -71,7 +70,7 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
         )
 
     dk, dv, dq = launch.fold_vmap(launch_all)(*inputs.values())
-    # NaN where a row's operands are not finite: the maximum of a row of dS loses it.
+    # NaN where a row's operands are not finite, as the Triton kernels, whose maximum of a row loses it, must say it.
     factor = spec.scale / q_scale + (ops.delta * 0 + ops.lse * 0)
     return (dq * factor.swapaxes(1, 2)[..., None]).astype(out_dtype), dk, dv
 
@@ -87,9 +86,11 @@ def _factors(q_scale, dout_scale):
 def _side_by_side(blocks, heads):
     """How many heads are alternated in the order of blocks: as many as run at once, of a number that divides heads.
 
+    A multiprocessor runs one block.
+
     Blocks of one head that start together would wait for their turns, one after another.
     """
-    most = max(AT_ONCE // blocks, 1)
+    most = max(target_cores() // blocks, 1)
     return max(side for side in range(1, heads + 1) if heads % side == 0 and side <= most)
 
 
@@ -221,7 +222,7 @@ def _own_keys(block, group, inputs, outputs, held):
         return dk, dv
 
     dk, dv = lax.fori_loop(jnp.int32(0), block.steps, body, (filled((GROUP, depth), 0.0),) * 2)
-    # NaN if a query of the group is not finite: the maximum of a row loses it.
+    # NaN if a query of the group is not finite, as the Triton kernels.
     poison = inputs["poison"][b, n, 0]
     for output, total in ((outputs[0], dk * (1 / steps.LOG2_E)), (outputs[1], dv)):
         launch.store(held["v_own"].at[group], output.at[b, mine, n], total + poison)

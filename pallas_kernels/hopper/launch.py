@@ -86,7 +86,8 @@ def write_vector(buffer, x):
 def join(turn, count):
     """Wait until `count` blocks have come here with this counter; then each sees what the others wrote to memory.
 
-    All of them must fit on the GPU at once.
+    All of them must fit on the GPU at once, and blocks must start in their order: those that wait leave room for the
+    rest of their head. GPUs do start them so, though no document promises it.
     """
     # All warps have written.
     plgpu.commit_smem()
@@ -265,7 +266,7 @@ def call_parts(parts, name, grid: dict[str, int], inputs, out_shapes, scratch):
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            # No group reads shared memory that it writes, but where `write` orders it.
+            # No group reads shared memory that it writes, but where `write` or `join` orders it.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),

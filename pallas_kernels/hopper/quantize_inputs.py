@@ -176,6 +176,7 @@ def _round_keys(block, outputs, head_sums, *, spec):
     def step(i, inverse):
         x = smooth(i)
         if smooth_ref:
+            # All warps have read it for the sums before they joined the other blocks.
             launch.store(block.chunk(i), smooth_ref[0].at[b, n, pl.ds(block.first + i * GROUP, GROUP)], x)
         return arrays.round_pairs_to_int8(x * inverse)
 

@@ -98,7 +98,7 @@ def available() -> bool:
 
 
 def takes_inputs(spec, visibility, query, key) -> bool:
-    """Whether one kernel quantises Q, K and V of this call; its blocks of one head must fit on the GPU at once."""
+    """Whether one kernel quantises Q, K and V of this call, whose blocks of one head must fit on the GPU at once."""
     config, (batch, _, heads, depth), (_, keys, kv_heads, _) = spec.config, query.shape, key.shape
     return (
         available()
@@ -111,7 +111,8 @@ def takes_inputs(spec, visibility, query, key) -> bool:
         and (config.query_scale, config.key_scale, config.value_scale) == ("token", "block", "channel")
         and config.block_k in (GROUP, 2 * GROUP)
         and keys * depth <= INPUT_CHANNELS
-        and keys <= INPUT_ROWS * target_cores()
+        # Half of what fits: other programs may use the GPU.
+        and 2 * keys <= INPUT_ROWS * target_cores()
         and max(batch * mapped(), heads + 2 * kv_heads) <= MOST_PROGRAMS
     )
 
