@@ -25,7 +25,7 @@ from benchmarks.traces import single_kernels
 from pallas_kernels import tiles
 from pallas_kernels.hopper.tiles import MIN_JAX
 from pallas_kernels.launch import Tile
-from sagebwd_jax import SageConfig, attention, ring_attention
+from sagebwd_jax import RESIDUAL_NAMES, SageConfig, attention, ring_attention
 
 pytestmark = pytest.mark.compile
 
@@ -235,6 +235,29 @@ def test_export_needs_checks_disabled(depth):
         exported = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*inputs)
     loaded = jax.export.deserialize(exported.serialize())
     assert loaded.platforms == ("cuda",) and [x.shape for x in loaded.out_avals] == [(2, 256, 4, depth)]
+
+
+@pytest.mark.parametrize(
+    ("names", "forwards"), [((), 8), (RESIDUAL_NAMES, 4)], ids=["nothing-saved", "residuals-saved"]
+)
+def test_checkpoint_runs_forward_kernels_as_its_policy_says(names, forwards):
+    mesh = topologies.make_mesh(kernel_cost._topology(TARGETS["a100"].description()), (1,), ("x",))
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    def layer(x, kv):
+        return x + attention(x, kv, kv, implementation="triton", is_causal=True)
+
+    def loss(x, layers):
+        for kv in layers:
+            x = layer(x, kv)
+        return (x * x).astype(jnp.float32).sum()
+
+    x, kv = (
+        jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P())) for heads in (4, 2)
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(jax.grad(loss)).lower(x, [kv] * 4).compile().as_text()
+    assert len(re.findall(r"custom-call\([^\n]*sagebwd_forward\b", text)) == forwards
 
 
 TWO_SHAPES = """
