@@ -70,9 +70,8 @@ def forward(query, key, value, visibility=None, mean=None, *, spec: CallSpec, ke
     `mean` [B, K, H] is what smoothing takes from K, if it is not the mean of these keys; without segments only.
     """
     if mean is None and hopper_tiles.takes_inputs(spec, visibility, query, key):
-        rounded = _Quantized(
-            *_hopper("quantize_inputs")(query, key, value, spec=spec, keep_16_bits=_keeps_k(spec, keep))
-        )
+        keep_16_bits = keep and spec.keeps_16_bits("dq")
+        rounded = _Quantized(*_hopper("quantize_inputs")(query, key, value, spec=spec, keep_16_bits=keep_16_bits))
     else:
         rounded = _quantize_inputs(query, key, value, visibility, mean, spec=spec, keep=keep)
     value_16, q_16, k_16 = to_16_bits(value), to_16_bits(query), to_16_bits(key)
@@ -118,11 +117,6 @@ class _Quantized(NamedTuple):
     k_smooth_16: jax.Array | None = None
 
 
-def _keeps_k(spec, keep):
-    """Whether the backward pass reads K less its mean in 16 bits."""
-    return keep and not spec.uses_int8("dq")
-
-
 def _quantize_inputs(query, key, value, visibility, mean, *, spec: CallSpec, keep: bool) -> _Quantized:
     """Q, K and V as `forward` and, if `keep`, the backward pass read them, by a kernel for each."""
     config = spec.config
@@ -153,17 +147,15 @@ def _quantize_inputs(query, key, value, visibility, mean, *, spec: CallSpec, kee
             block=block,
             length=spec.key_length,
             repeat_scale=False,
-            keep_16_bits=_keeps_k(spec, keep),
+            keep_16_bits=keep and spec.keeps_16_bits("dq"),
         )
         k_smooth_16 = rest[0] if rest else None
-    if not spec.uses_int8("pv"):
-        pass
-    elif visibility is not None and spec.packed:
+    if spec.uses_int8("pv") and visibility is not None and spec.packed:
         v_int8, v_scale = _quantize.round_documents(value, visibility.query_segments, visibility.key_segments)
         v = turn(v_int8)
     elif by_channel:
         v, v_scale = quantize_channels(value, absmax), steps.scale_and_inverse(absmax)[0]
-    else:
+    elif spec.uses_int8("pv"):
         v, v_scale = quantize_blocks(value, block=config.pv_span)
     return _Quantized(q_int8, q_scale, k_int8, k_scale, v, v_scale, k_smooth_16)
 

@@ -69,15 +69,15 @@ def test_groups_of_all_blocks_have_all_queries_and_see_all_their_keys(lengths, i
     queries_module = pytest.importorskip("pallas_kernels.hopper.queries", exc_type=ImportError)
     queries, keys = lengths
     spec = call_spec(queries, keys, is_causal=is_causal)
-    where = queries_module.QueryBlocks(queries, groups * GROUP, span, spec)
+    where = queries_module.QueryBlocks(queries, span, 1, tiles.Groups(groups=groups, stages=2), spec)
     steps = where.dealt(1, 1, jax.ShapeDtypeStruct((1,), jnp.int8)).steps
     covered = set()
     for tile, of_block in enumerate(steps):
         at = (0, 0, jnp.int32(tile))
-        first, tiles = where.of(at)
-        assert int(tiles) == of_block
+        assert int(where.of(at)[1]) == of_block
         for group in range(groups):
-            own, count = where.of_group(group, first, tiles)
+            own, count, of_all = where.of_group(group, at)
+            assert int(of_all) == of_block
             covered |= set(range(int(own), int(own) + GROUP))
             seen = min(int(own) + GROUP, keys) if is_causal else keys
             assert -(-seen // span) == int(count) <= of_block

@@ -23,6 +23,11 @@ CACHE_BYTES = 24 * 2**20
 MOST_PLANNED = 2**19
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Blocks:
     """The blocks of a launch: for each of batch and heads `len(steps)` tiles, of so many steps each.
@@ -43,7 +48,7 @@ class Blocks:
         """For `cores` multiprocessors; `streams` are the operands that all tiles of a head read."""
         a_head = sum(x.size * x.dtype.itemsize for x in streams) // (batch * heads)
         most = max(1, CACHE_BYTES // max(a_head, 1))
-        side = max(n for n in range(1, min(most, batch * heads) + 1) if batch * heads % n == 0)
+        side = largest_divisor(batch * heads, most)
         return cls(batch, heads, tuple(steps), side, min(cores, batch * heads * len(steps)))
 
     @property

@@ -30,8 +30,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     """
     batch, heads, queries, depth = q.shape
     kv_heads, span = k.shape[1], spec.config.pv_span
-    where = QueryBlocks(queries, layout.groups * GROUP, span, spec)
-    call = _Call(where, heads // kv_heads, keep_out, layout)
+    call = _Call(queries, span, heads // kv_heads, layout, spec, keep_out)
     shapes = [
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
         jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
@@ -42,7 +41,7 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
     return launch.call(
         launch.Work(*(functools.partial(part, call) for part in (_fetch, _compute, _copy))),
         "sagebwd_forward",
-        where.dealt(batch, heads, k, v),
+        call.dealt(batch, heads, k, v),
         [q, k, v, q_scale, k_scale, v_scale],
         shapes[: 2 + 2 * keep_out],
         [
@@ -63,22 +62,16 @@ def forward(q, k, v, q_scale, k_scale, v_scale, *, spec, layout: Groups, out_dty
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """What the groups know: which queries they own, query heads a key head, whether O is kept, and the ring."""
+class _Call(QueryBlocks):
+    """What the groups know: which queries they own, and whether O is kept."""
 
-    where: QueryBlocks
-    group: int
     keep_out: bool
-    layout: Groups
-
-    def key_head(self, head):
-        return lax.div(head, jnp.int32(self.group))
 
 
 def _fetch(call, index, at, *refs):
     """Start the copies of a group's Q and its scales, and of V's scales."""
     q_own, q_scale_own, v_scale_own, own = (refs[8 + 2 * call.keep_out + i] for i in range(4))
-    mine = call.where.rows_of(index, at)
+    mine = call.rows_of(index, at)
     fetch(refs[0].at[mine], q_own.at[index], own.at[index])
     fetch(refs[3].at[mine], q_scale_own.at[index, 0], own.at[index])
     fetch(refs[5].at[at[0], call.key_head(at[1])], v_scale_own.at[index, 0], own.at[index])
@@ -86,18 +79,14 @@ def _fetch(call, index, at, *refs):
 
 def _compute(call, index, here, base, following, *refs):
     """O of a group's queries."""
-    spec, span, layout = call.where.spec, call.where.span, call.layout
+    spec, span, layout = call.spec, call.span, call.layout
     k_scale_ref, outputs, refs = refs[4], refs[6 : 8 + 2 * call.keep_out], refs[8 + 2 * call.keep_out :]
     q_own, q_scale_own, v_scale_own, own, *buffers, k_ring, v_ring, k_full, v_full, k_free, v_free = refs
     depth = q_own.shape[-1]
 
-    def place():
-        """(batch, head, its key head), the group's first query, and how many tiles of keys it and the block see."""
-        b, n, tile = here()
-        first, tiles = call.where.of((b, n, tile))
-        return (b, n, call.key_head(n)), *call.where.of_group(index, first, tiles), tiles
-
-    (b, _, kv), first, count, tiles = place()
+    at = here()
+    first, count, tiles = call.of_group(index, at)
+    b, kv = at[0], call.key_head(at[1])
     launch.wait(own.at[index])
     row_scale = arrays.load_vector(q_scale_own.at[index, 0], ROWS)
     shape = (GROUP, span)
@@ -127,17 +116,18 @@ def _compute(call, index, here, base, following, *refs):
     out = out * across(1 / total, out.shape)
     out = out * down(arrays.load_vector(v_scale_own.at[index, 0], arrays.COLUMNS), out.shape)
     following()
-    (b, n, _), first, _, tiles = place()
+    at = here()
+    first, _, tiles = call.of_group(index, at)
     lse = shift + jnp.log(total) * steps.LOG2_E
     launch.stored()
-    _write(outputs, [x.at[index] for x in buffers], out, lse, at=(b, n, first), spec=spec)
+    _write(outputs, [x.at[index] for x in buffers], out, lse, at=(*at[:2], first), spec=spec)
     return tiles
 
 
 def _copy(call, at, base, q_ref, k_ref, v_ref, *refs):
     """Fill the ring with K and V."""
     k_ring, v_ring, k_full, v_full, k_free, v_free = refs[-6:]
-    b, kv, (_, tiles), span = at[0], call.key_head(at[1]), call.where.of(at), call.where.span
+    b, kv, (_, tiles), span = at[0], call.key_head(at[1]), call.of(at), call.span
 
     def load_k(j, slot):
         fetch(k_ref.at[b, kv, pl.ds(j * span, span)], k_ring.at[slot], k_full.at[slot])

@@ -174,7 +174,7 @@ def _compute(call, index, here, base, following, *refs):
     following()
     b, n, tile = here()
     mine = pl.ds(call.keys_of(index, (b, n, tile)), GROUP)
-    # NaN if a query of the group is not finite, as the Triton kernels.
+    # NaN if a query of the group is not finite, as in the Triton kernels.
     poison = poison_ref[b, n, 0]
     factors = [1 / steps.LOG2_E if call.int8 else spec.scale] * want_dk + [1.0] * want_dv
     for output, total, factor in zip(outputs, sums, factors, strict=True):

@@ -24,14 +24,13 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
     batch, queries, heads, depth = ops.dout.shape
     kv_heads, int8, span = ops.v.shape[2], spec.uses_int8("dq"), spec.config.dq_span
     right = ops.k_turned if int8 else ops.k_16
-    where = QueryBlocks(queries, layout.groups * GROUP, span, spec)
-    call = _Call(where, heads // kv_heads, layout)
+    call = _Call(queries, span, heads // kv_heads, layout, spec)
     ring = functools.partial(launch.barriers, layout.stages)
     own = functools.partial(matrix, GROUP, depth)
     return launch.call(
         launch.Work(*(functools.partial(part, call) for part in (_fetch, _compute, _copy))),
         "sagebwd_grad_q",
-        where.dealt(batch, heads, ops.k, ops.v, right),
+        call.dealt(batch, heads, ops.k, ops.v, right),
         [ops.q, ops.k, ops.v, ops.dout, right, ops.k_scale, ops.q_scale, ops.lse, ops.delta],
         jax.ShapeDtypeStruct((batch, queries, heads, depth), out_dtype),
         [
@@ -53,17 +52,13 @@ def grad_q(ops, *, spec, layout: Groups, out_dtype):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """What the groups know: which queries they own, query heads a key head, and the ring."""
-
-    where: QueryBlocks
-    group: int
-    layout: Groups
+class _Call(QueryBlocks):
+    """What the groups know: which queries they own, and how dS is multiplied."""
 
     @property
     def int8(self) -> bool:
         """Whether dS and K are multiplied in INT8."""
-        return self.where.spec.uses_int8("dq")
+        return self.spec.uses_int8("dq")
 
 
 def _split(refs):
@@ -74,7 +69,7 @@ def _split(refs):
 def _fetch(call, index, at, *refs):
     """Start the copies of a group's Q, dO and vectors."""
     (q_ref, _, _, dout_ref, _), _, vectors, _, (q_own, dout_own, vectors_own, own, *_) = _split(refs)
-    b, n, mine = call.where.rows_of(index, at)
+    b, n, mine = call.rows_of(index, at)
     fetch(q_ref.at[b, n, mine], q_own.at[index], own.at[index])
     fetch(dout_ref.at[b, mine, n], dout_own.at[index], own.at[index])
     for i, ref in enumerate(vectors):
@@ -83,19 +78,14 @@ def _fetch(call, index, at, *refs):
 
 def _compute(call, index, here, base, following, *refs):
     """dQ of a group's queries."""
-    spec, span, layout, int8 = call.where.spec, call.where.span, call.layout, call.int8
+    spec, span, layout, int8 = call.spec, call.span, call.layout, call.int8
     _, k_scale_ref, _, dq_ref, refs = _split(refs)
     q_own, dout_own, vectors_own, own, result, k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs
     depth = q_own.shape[-1]
 
-    def place():
-        """Batch, head, the group's first query, and how many tiles of keys it and the block see."""
-        b, n, tile = here()
-        first, tiles = call.where.of((b, n, tile))
-        return b, n, *call.where.of_group(index, first, tiles), tiles
-
-    b, n, first, count, tiles = place()
-    kv = lax.div(n, jnp.int32(call.group))
+    at = here()
+    first, count, tiles = call.of_group(index, at)
+    b, kv = at[0], call.key_head(at[1])
     launch.wait(own.at[index])
     q_scale, lse, delta = (arrays.load_vector(vectors_own.at[index, i], ROWS) for i in range(3))
     shape = (GROUP, span)
@@ -131,10 +121,11 @@ def _compute(call, index, here, base, following, *refs):
     dq = filled((GROUP, depth), 0.0)
     dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
     skip_keys(count, tiles, base, [((k_full, v_full, right_full), free)], layout=layout)
-    # NaN where a row's operands are not finite, as the Triton kernels, whose maximum of a row loses it, must say it.
+    # NaN where a row's operands are not finite, as in the Triton kernels, whose maximum of a row loses it.
     poison = delta * 0 + lse * 0
     following()
-    b, n, first, _, tiles = place()
+    b, n, tile = here()
+    first, _, tiles = call.of_group(index, (b, n, tile))
     launch.stored()
     out = dq * spec.scale + across(poison, dq.shape)
     launch.store(result.at[index], dq_ref.at[b, pl.ds(first, GROUP), n], out)
@@ -145,8 +136,7 @@ def _copy(call, at, base, *refs):
     """Fill the ring with K, V and what dS is multiplied with."""
     (_, k_ref, v_ref, _, right_ref), _, _, _, refs = _split(refs)
     k_ring, v_ring, right_ring, k_full, v_full, right_full, free = refs[-7:]
-    span = call.where.span
-    b, kv, (_, tiles) = at[0], lax.div(at[1], jnp.int32(call.group)), call.where.of(at)
+    b, kv, (_, tiles), span = at[0], call.key_head(at[1]), call.of(at), call.span
 
     def load(j, slot):
         keys = pl.ds(j * span, span)

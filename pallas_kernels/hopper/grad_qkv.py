@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import steps
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
+from pallas_kernels.hopper.blocks import largest_divisor
 from pallas_kernels.hopper.launch import fetch, matrix
 from pallas_kernels.hopper.tiles import GROUP, Groups
 from pallas_kernels.launch import target_cores
@@ -70,7 +71,7 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
         )
 
     dk, dv, dq = launch.fold_vmap(launch_all)(*inputs.values())
-    # NaN where a row's operands are not finite, as the Triton kernels, whose maximum of a row loses it, must say it.
+    # NaN where a row's operands are not finite, as in the Triton kernels, whose maximum of a row loses it.
     factor = spec.scale / q_scale + (ops.delta * 0 + ops.lse * 0)
     return (dq * factor.swapaxes(1, 2)[..., None]).astype(out_dtype), dk, dv
 
@@ -86,12 +87,10 @@ def _factors(q_scale, dout_scale):
 def _side_by_side(blocks, heads):
     """How many heads are alternated in the order of blocks: as many as run at once, of a number that divides heads.
 
-    A multiprocessor runs one block.
-
     Blocks of one head that start together would wait for their turns, one after another.
     """
-    most = max(target_cores() // blocks, 1)
-    return max(side for side in range(1, heads + 1) if heads % side == 0 and side <= most)
+    # A multiprocessor runs one block.
+    return largest_divisor(heads, max(target_cores() // blocks, 1))
 
 
 def _scratch(depth, dtype, stages):
@@ -222,7 +221,7 @@ def _own_keys(block, group, inputs, outputs, held):
         return dk, dv
 
     dk, dv = lax.fori_loop(jnp.int32(0), block.steps, body, (filled((GROUP, depth), 0.0),) * 2)
-    # NaN if a query of the group is not finite, as the Triton kernels.
+    # NaN if a query of the group is not finite, as in the Triton kernels.
     poison = inputs["poison"][b, n, 0]
     for output, total in ((outputs[0], dk * (1 / steps.LOG2_E)), (outputs[1], dv)):
         launch.store(held["v_own"].at[group], output.at[b, mine, n], total + poison)

@@ -58,8 +58,8 @@ def fetch(source, target, barrier):
 
 
 def write(buffer, x):
-    """Write an array to a buffer that tensor cores, copies or other groups read next."""
-    buffer[:, :] = x.astype(buffer.dtype)
+    """Write an array to a buffer that tensor cores, copies or other warps read next."""
+    buffer[...] = x.astype(buffer.dtype)
     plgpu.commit_smem()
 
 
@@ -75,12 +75,6 @@ def stored(*, but=0):
     Memory has them at the end of the launch.
     """
     plgpu.wait_smem_to_gmem(but, wait_read_only=True)
-
-
-def write_vector(buffer, x):
-    """Write a vector to shared memory, for all warps of this group to read."""
-    buffer[...] = x
-    plgpu.commit_smem()
 
 
 def join(turn, count):
@@ -124,7 +118,7 @@ def add_in_turn(buffer, target, turn, earlier, release):
         plgpu.semaphore_wait(turn, earlier, decrement=False, memory_scope="gpu")
         plgpu.copy_smem_to_gmem(buffer, target, reduction_op="add")
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    stored()
     release()
     plgpu.wait_smem_to_gmem(0)
     plgpu.semaphore_signal(turn, 1, memory_scope="gpu")

@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import steps
 from pallas_kernels.hopper import arrays, launch
-from pallas_kernels.hopper.arrays import COLUMNS, across, down, filled
-from pallas_kernels.hopper.arrays import ROWS as OF_ROWS
-from pallas_kernels.hopper.launch import fetch, matrix
+from pallas_kernels.hopper.arrays import COLUMNS, ROWS, across, down, filled
+from pallas_kernels.hopper.launch import fetch, matrix, tile_in
 from pallas_kernels.hopper.tiles import GROUP, INPUT_ROWS
 
 # What a block's tensor is: K, V, or else the Q of one query head of the key head's group.
@@ -40,18 +39,21 @@ def quantize_inputs(query, key, value, *, spec, keep_16_bits):
         b, n, tile = launch.program()
         n, kind = lax.div(n, jnp.int32(kinds)), lax.rem(n, jnp.int32(kinds))
         block = functools.partial(_Block, b, tile * INPUT_ROWS, scratch)
-        # Blocks of K and V number their turns and sums by tensor and head.
-        head_sums = functools.partial(
-            _sum_over_blocks, sums_ref, launch.turns(q_ref.shape[0], 2 * kv_heads), tile, tiles
-        )
+        turns = launch.turns(q_ref.shape[0], 2 * kv_heads)
+
+        def head_sums(tensor, own, combine):
+            """`_sum_over_blocks`, for which K's heads come before V's."""
+            number = n + tensor * kv_heads
+            return _sum_over_blocks(sums_ref.at[b, number], turns.at[b, number], tile, tiles, own, combine)
 
         @pl.when((kind == K) & (tile < tiles))
         def _():
-            _round_keys(block(n, k_ref, keys), outputs[2:4] + outputs[6:], head_sums, spec=spec)
+            sums = functools.partial(head_sums, K)
+            _round_keys(block(n, k_ref, keys), outputs[2:4] + outputs[6:], sums, spec=spec)
 
         @pl.when((kind == V) & (tile < tiles))
         def _():
-            _round_values(block(n, v_ref, keys), outputs[4:6], functools.partial(head_sums, offset=kv_heads))
+            _round_values(block(n, v_ref, keys), outputs[4:6], functools.partial(head_sums, V))
 
         @pl.when((kind > V) & (tile * INPUT_ROWS < queries))
         def _():
@@ -98,8 +100,8 @@ class _Block:
 
     def _fetch(self, ref, i):
         """Start the copy of the i-th."""
-        batch, head = self.at
-        fetch(ref.at[batch, pl.ds(self.first + i * GROUP, GROUP), head], self.chunk(i), self.full.at[i])
+        tokens = pl.ds(self.first + i * GROUP, GROUP)
+        fetch(tile_in("input", ref, *self.at, tokens), self.chunk(i), self.full.at[i])
 
     def chunk(self, i):
         """The i-th GROUP tokens."""
@@ -131,19 +133,18 @@ class _Block:
         launch.stored()
 
 
-def _sum_over_blocks(sums_ref, turns, tile, tiles, own, combine, b, n, *, offset=0):
+def _sum_over_blocks(sums_ref, turn, tile, tiles, own, combine):
     """The sum, or what `combine` makes, of what all blocks of a head have in `own`, in the order of the blocks."""
-    n = n + offset
-    sums_ref[b, n, tile] = own
-    launch.join(turns.at[b, n], tiles)
+    sums_ref[tile] = own
+    launch.join(turn, tiles)
 
     def some(first, count, total):
-        for x in [arrays.load_vector(sums_ref.at[b, n, first + i], OF_ROWS) for i in range(count)]:
+        for x in [arrays.load_vector(sums_ref.at[first + i], ROWS) for i in range(count)]:
             total = combine(total, x)
         return total
 
     rounds, rest = divmod(tiles, UNROLLED)
-    total = filled(own.shape, 0.0, OF_ROWS)
+    total = filled(own.shape, 0.0, ROWS)
     total = lax.fori_loop(jnp.int32(0), jnp.int32(rounds), lambda i, total: some(i * UNROLLED, UNROLLED, total), total)
     return some(rounds * UNROLLED, rest, total)
 
@@ -152,10 +153,10 @@ def _round_keys(block, outputs, head_sums, *, spec):
     """K less its head's mean, one scale per `block_k` tokens."""
     int8_ref, scale_ref, *smooth_ref = outputs
     (b, n), depth = block.at, block.rows.shape[1]
-    own = block.reduce(lambda x, total: total + x.sum(axis=1), filled((depth,), 0.0, OF_ROWS))
-    mean = head_sums(own, lambda x, y: x + y, b, n) * (1 / spec.key_length)
+    own = block.reduce(lambda x, total: total + x.sum(axis=1), filled((depth,), 0.0, ROWS))
+    mean = head_sums(own, lambda x, y: x + y) * (1 / spec.key_length)
     # A sum over tokens comes in the order of a turned tile's rows.
-    launch.write_vector(block.vector.at[0, 0], mean)
+    launch.write(block.vector.at[0, 0], mean)
     mean = arrays.load_vector(block.vector.at[0, 0], COLUMNS)
 
     together = spec.config.block_k // GROUP
@@ -180,21 +181,16 @@ def _round_keys(block, outputs, head_sums, *, spec):
             launch.store(block.chunk(i), smooth_ref[0].at[b, n, pl.ds(block.first + i * GROUP, GROUP)], x)
         return arrays.round_pairs_to_int8(x * inverse)
 
-    tokens_of = functools.partial(_tokens_of, int8_ref, b, n)
-    block.round(step, block.by_token, tokens_of, together=together, prepare=scale_of)
-
-
-def _tokens_of(ref, batch, head, tokens):
-    """Where these tokens of a head lie."""
-    return ref.at[batch, head, tokens]
+    place = functools.partial(tile_in, "k", int8_ref, b, n)
+    block.round(step, block.by_token, place, together=together, prepare=scale_of)
 
 
 def _round_values(block, outputs, head_sums):
     """V turned, one scale a channel."""
     int8_ref, scale_ref = outputs
     (b, n), depth = block.at, block.rows.shape[1]
-    own = block.reduce(lambda x, total: jnp.maximum(total, jnp.abs(x).max(axis=1)), filled((depth,), 0.0, OF_ROWS))
-    scale, inverse = steps.scale_and_inverse(head_sums(own, jnp.maximum, b, n))
+    own = block.reduce(lambda x, total: jnp.maximum(total, jnp.abs(x).max(axis=1)), filled((depth,), 0.0, ROWS))
+    scale, inverse = steps.scale_and_inverse(head_sums(own, jnp.maximum))
 
     @pl.when(block.first == 0)
     def _():
@@ -204,7 +200,7 @@ def _round_values(block, outputs, head_sums):
         x = arrays.load_turned(block.chunk(i))
         return arrays.round_to_int8(x * across(inverse, x.shape))
 
-    block.round(step, block.turned, lambda tokens: int8_ref.at[b, n, :, tokens])
+    block.round(step, block.turned, functools.partial(tile_in, "v_turned", int8_ref, b, n))
 
 
 def _round_queries(block, outputs, *, factor):
@@ -219,4 +215,4 @@ def _round_queries(block, outputs, *, factor):
         scale_ref[b, n, pl.ds(block.first + i * GROUP, GROUP)] = scale
         return arrays.round_pairs_to_int8(x * across(inverse, x.shape))
 
-    block.round(step, block.by_token, functools.partial(_tokens_of, int8_ref, b, n))
+    block.round(step, block.by_token, functools.partial(tile_in, "q", int8_ref, b, n))

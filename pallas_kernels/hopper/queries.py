@@ -16,12 +16,22 @@ from sagebwd_jax._config import CallSpec
 
 @dataclasses.dataclass(frozen=True)
 class QueryBlocks:
-    """Blocks of `rows` of a head's `queries`, which go through tiles of `span` keys."""
+    """Blocks of a head's `queries`, which go through tiles of `span` keys; `group` query heads share a key head."""
 
     queries: int
-    rows: int
     span: int
+    group: int
+    layout: Groups
     spec: CallSpec
+
+    @property
+    def rows(self) -> int:
+        """Queries of a block."""
+        return self.layout.groups * GROUP
+
+    def key_head(self, head):
+        """The key head of a query head."""
+        return lax.div(head, jnp.int32(self.group))
 
     def dealt(self, batch, heads, *streams) -> Blocks:
         """All blocks, in the order that they are taken; `streams` are what all blocks of a head read."""
@@ -38,15 +48,16 @@ class QueryBlocks:
         end = self.queries - at[2] * self.rows
         return end - self.rows, self._key_tiles(end)
 
-    def of_group(self, index, first, count):
-        """The first query of a group of a block, and how many of the block's tiles of keys that group sees."""
+    def of_group(self, index, at):
+        """The first query of a group of a block, and how many tiles of keys that group and the block see."""
+        first, tiles = self.of(at)
         # A group before the first query repeats rows of another.
         first = jnp.clip(first + index * GROUP, 0, self.queries - GROUP)
-        return first, jnp.minimum(count, self._key_tiles(first + GROUP)) if self.spec.is_causal else count
+        return first, jnp.minimum(tiles, self._key_tiles(first + GROUP)) if self.spec.is_causal else tiles, tiles
 
     def rows_of(self, index, at):
         """(batch, head, the rows) of a group of a block."""
-        return at[0], at[1], pl.ds(self.of_group(index, self.of(at)[0], 0)[0], GROUP)
+        return at[0], at[1], pl.ds(self.of_group(index, at)[0], GROUP)
 
     def _key_tiles(self, end):
         """How many tiles of keys the queries before `end`, known or not, see."""

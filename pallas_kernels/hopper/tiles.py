@@ -97,18 +97,26 @@ def available() -> bool:
     return not is_interpreted() and target_capability() == CAPABILITY and jax.__version_info__[:2] >= MIN_JAX
 
 
+def _is_plain(spec, visibility, dtype) -> bool:
+    """What all of these kernels ask of a call: no masks, bfloat16, INT8 scores, and the default's scales of K and V."""
+    return (
+        available()
+        and visibility is None
+        and dtype == jnp.bfloat16
+        and spec.uses_int8("qk")
+        and (spec.config.key_scale, spec.config.value_scale) == ("block", "channel")
+    )
+
+
 def takes_inputs(spec, visibility, query, key) -> bool:
     """Whether one kernel quantises Q, K and V of this call, whose blocks of one head must fit on the GPU at once."""
     config, (batch, _, heads, depth), (_, keys, kv_heads, _) = spec.config, query.shape, key.shape
     return (
-        available()
-        and visibility is None
-        and query.dtype == jnp.bfloat16
+        _is_plain(spec, visibility, query.dtype)
         and depth in (64, 128)
-        and spec.uses_int8("qk")
         and spec.uses_int8("pv")
         and config.smooth_k
-        and (config.query_scale, config.key_scale, config.value_scale) == ("token", "block", "channel")
+        and config.query_scale == "token"
         and config.block_k in (GROUP, 2 * GROUP)
         and keys * depth <= INPUT_CHANNELS
         # Half of what fits: other programs may use the GPU.
@@ -126,15 +134,10 @@ def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
     config, depth = spec.config, tensors[0].shape[-1]
     products, spans = _MADE_FOR[kernel]
     suits = (
-        available()
-        and visibility is None
+        _is_plain(spec, visibility, dtype)
         # vmap's programs are added to those of the batch.
         and all(max(x.shape[0] * mapped(), x.shape[2]) <= MOST_PROGRAMS for x in tensors)
-        and dtype == jnp.bfloat16
-        and spec.uses_int8("qk")
         and not spec.keeps_16_bits(*products)
-        and config.key_scale == "block"
-        and config.value_scale == "channel"
         and config.grad_scale == "row"
         and all(getattr(config, name) == span for name, span in spans.items())
         # One kernel for all makes dS from P times dO's scale: where dO = 0, it would lose dS of the log-sum-exp's. In a
