@@ -41,49 +41,49 @@ def filled(shape, value, layout: Any = TILE):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def product(a, b, shape) -> Any:
-    """a b in int32, waited for."""
-    return pl.run_state(lambda total: plgpu.wgmma(total, a, b))(ACC.init(_zeros(shape)))
+def product(a, b) -> Any:
+    """a b, summed in int32."""
+    return pl.run_state(lambda total: plgpu.wgmma(total, a, b))(ACC.init(_zeros(a, b)))
 
 
-def _zeros(shape):
-    """The start of a product's sums, in int32.
+def _zeros(a, b):
+    """The start of the sums of a b.
 
     Each is an instruction of its own. As constants they are all one, which the compiler does not know to be 0 where a
-    branch lies between two products: it copies it to every register instead of leaving out the addition.
+    branch lies between two products: it copies it to every register instead of leaving out the addition. It does so
+    too where a wait lies between these and the product.
     """
+    shape, dtype = (a.shape[0], b.shape[1]), jnp.int32 if a.dtype == jnp.int8 else jnp.float32
 
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=TILE))
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=TILE))
     def zeros(_):
         i32 = ir.IntegerType.get_signless(32)
+        kind, signed = (i32, True) if dtype == jnp.int32 else (ir.F32Type.get(), None)
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         for index in np.ndindex(registers.shape):
             register = llvm.mlir_undef(ir.VectorType.get((2,), i32))
             for i in range(2):
                 zero = _instruction(i32, [], "mov.b32 $0, 0;", "=r", unique=True)
                 register = vector.insert(zero, register, [], [i])
-            registers[index] = register
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=True)
+            registers[index] = llvm.bitcast(ir.VectorType.get((2,), kind), register)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=signed)
 
     return zeros()  # pyright: ignore[reportCallIssue]
 
 
-def two_products(first, second, between, shape, *, ready=None):
-    """between(a b of `first`, INT8), done while that of `second`, 16 bits, still runs; and the latter.
+def two_products(first, second, between) -> Any:
+    """between(a b of `first`, INT8), done while that of `second` still runs; and the latter. All operands are ready."""
 
-    `ready` is called before the second starts: it waits for its operand.
-    """
-
-    def run(one, two):
+    def run(refs):
+        one, two, result = refs
         plgpu.wgmma(one, *first)
-        if ready is not None:
-            ready()
         plgpu.wgmma(two, *second)
-        result = between(plgpu.wgmma_accumulator_load(one, wait_n=1))
-        result = lax.optimization_barrier(result)
-        return result, plgpu.wgmma_accumulator_load(two, wait_n=0)
+        result[...] = lax.optimization_barrier(between(plgpu.wgmma_accumulator_load(one, wait_n=1)))
 
-    return pl.run_scoped(run, ACC(shape, jnp.int32), ACC(shape, jnp.float32))
+    result = filled((first[0].shape[0], first[1].shape[1]), 0.0)
+    start = ACC.init(_zeros(*first)), ACC.init(_zeros(*second)), result
+    _, product, result = pl.run_state(run)(start)
+    return result, product
 
 
 def add_product(total, a, b):
@@ -114,7 +114,7 @@ def load_turned(ref):
 
 def add_int8_product(total, left, scale, right):
     """total + left right^T times a scale a row."""
-    tile = product(left, turned(right), total.shape).astype(jnp.float32)
+    tile = product(left, turned(right)).astype(jnp.float32)
     return total + tile * across(scale, total.shape)
 
 
@@ -224,16 +224,6 @@ def hide(x, limit, hidden, *, before=False):
         return mgpu.FragmentedArray(_registers=registers.reshape(x.registers.shape), _layout=x.layout, _is_signed=None)
 
     return select(x, limit)  # pyright: ignore[reportCallIssue]
-
-
-def branches(int8, depth) -> bool:
-    """Whether a loop over tiles hides scores in a branch, or there is a loop of its own for tiles with hidden ones.
-
-    Two loops move the sums between registers in every step of the second. One is 5 to 10% faster, but where products in
-    16 bits take most of the time it is 8% slower: a branch ends what can be moved across the products (H200,
-    2026-11-30).
-    """
-    return int8 or depth <= 64
 
 
 def hide_if(edge, x, limit, hidden, *, before=False):

@@ -33,7 +33,7 @@ class Blocks:
     """The blocks of a launch: for each of batch and heads `len(steps)` tiles, of so many steps each.
 
     Attributes:
-      side: how many heads are gone through together, tile by tile, if there is a plan; it divides batch * heads.
+      side: how many heads are gone through together, tile by tile; it divides batch * heads.
       programs: that take them.
     """
 
@@ -45,9 +45,12 @@ class Blocks:
 
     @classmethod
     def make(cls, batch: int, heads: int, steps: list[int], streams: Sequence[jax.Array], cores: int):
-        """For `cores` multiprocessors; `streams` are the operands that all tiles of a head read."""
+        """For `cores` multiprocessors; `streams` are the operands that all tiles of a head read.
+
+        Where all tiles take as long, heads are gone through one by one.
+        """
         a_head = sum(x.size * x.dtype.itemsize for x in streams) // (batch * heads)
-        most = max(1, CACHE_BYTES // max(a_head, 1))
+        most = 1 if len(set(steps)) == 1 else max(1, CACHE_BYTES // max(a_head, 1))
         side = largest_divisor(batch * heads, most)
         return cls(batch, heads, tuple(steps), side, min(cores, batch * heads * len(steps)))
 
@@ -70,8 +73,17 @@ class Blocks:
 
     def at(self, program, step, plan_ref):
         """(batch, head, tile) of its block number `step`."""
-        number = step * self.programs + program if plan_ref is None else plan_ref[program, step + 1]
-        head, tile = lax.div(number, jnp.int32(len(self.steps))), lax.rem(number, jnp.int32(len(self.steps)))
+        tiles = jnp.int32(len(self.steps))
+        if plan_ref is not None:
+            number = plan_ref[program, step + 1]
+            head, tile = lax.div(number, tiles), lax.rem(number, tiles)
+        elif self.side == 1:
+            number = step * self.programs + program
+            head, tile = lax.div(number, tiles), lax.rem(number, tiles)
+        else:
+            number, side = step * self.programs + program, jnp.int32(self.side)
+            some, rest = lax.div(number, side * tiles), lax.rem(number, side * tiles)
+            head, tile = some * side + lax.rem(rest, side), lax.div(rest, side)
         return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.forward import HIDDEN, TINY_SCALE
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import ROWS, across, down, filled, turned
 from pallas_kernels.hopper.launch import fetch, matrix, slot_of
-from pallas_kernels.hopper.queries import QueryBlocks, hide, over_keys, skip_keys
+from pallas_kernels.hopper.queries import QueryBlocks, hide, hides, last_of, over_keys, skip_keys
 from pallas_kernels.hopper.tiles import GROUP, Groups
 
 
@@ -91,27 +91,56 @@ def _compute(call, index, here, base, following, *refs):
     row_scale = arrays.load_vector(q_scale_own.at[index, 0], ROWS)
     shape = (GROUP, span)
 
-    def body(j, carry, *, edge):
-        out, peak, shift, total = carry
+    def scores(j):
         slot = slot_of(base + j, layout)
-        scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
         launch.wait(k_full.at[slot])
-        s = arrays.product(q_own.at[index], turned(k_ring.at[slot]), shape).astype(jnp.float32)
+        s = arrays.product(q_own.at[index], turned(k_ring.at[slot]))
         launch.arrive(k_free.at[slot])
-        s, scale = hide(s, HIDDEN, first, j, span, edge, spec=spec), jnp.where(scale == 0, TINY_SCALE, scale)
+        return s
+
+    def probabilities(j, s, peak, shift, total, *, edge):
+        scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
+        scale, s = jnp.where(scale == 0, TINY_SCALE, scale), s.astype(jnp.float32)
+        if edge:
+            s = hide(s, HIDDEN, first, j, span, spec=spec)
         peak, new_shift, keep = steps.advance_shift(peak, shift, s.max(axis=1) * scale)
         # 127 P, so that rounding needs no multiplication; the 127 cancels in O / total.
         p = jnp.exp2(s * across(scale, shape) + across(steps.LOG2_INT8_MAX - new_shift, shape))
         total = total * keep + p.sum(axis=1)
-        p_int8 = arrays.round_to_int8(p)
+        return arrays.round_to_int8(p), keep, peak, new_shift, total
+
+    def body(j, carry, *, edge, s=None):
+        out, *rest = carry
+        p_int8, keep, *rest = probabilities(j, scores(j) if s is None else s, *rest, edge=edge)
+        slot = slot_of(base + j, layout)
         launch.wait(v_full.at[slot])
-        tile_out = arrays.product(p_int8, turned(v_ring.at[slot]), out.shape)
+        tile_out = arrays.product(p_int8, turned(v_ring.at[slot]))
         launch.arrive(v_free.at[slot])
-        return out * across(keep, out.shape) + tile_out.astype(jnp.float32), peak, new_shift, total
+        return out * across(keep, out.shape) + tile_out.astype(jnp.float32), *rest
+
+    def body_ahead(j, carry):
+        s, out, *rest = carry
+        p_int8, keep, *rest = probabilities(j, s, *rest, edge=False)
+        slot, next_slot = slot_of(base + j, layout), slot_of(base + j + 1, layout)
+        launch.wait(v_full.at[slot])
+        launch.wait(k_full.at[next_slot])
+        out, s = arrays.two_products(
+            (p_int8, turned(v_ring.at[slot])),
+            (q_own.at[index], turned(k_ring.at[next_slot])),
+            lambda tile_out: out * across(keep, out.shape) + tile_out.astype(jnp.float32),
+        )
+        launch.arrive(v_free.at[slot])
+        launch.arrive(k_free.at[next_slot])
+        return s, out, *rest
 
     nothing = filled((GROUP,), steps.NO_SCORE, ROWS)
-    start = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
-    out, _, shift, total = over_keys(body, start, first, count, span, int8=spec.uses_int8("pv"), depth=depth, spec=spec)
+    carry = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
+    if layout.ahead:
+        s, *carry = lax.fori_loop(jnp.int32(0), count - 1, body_ahead, (scores(jnp.int32(0)), *carry))
+        carry = body(last_of(count), carry, edge=hides(spec, span), s=s)
+    else:
+        carry = over_keys(body, carry, count, span, spec=spec)
+    out, _, shift, total = carry
     skip_keys(count, tiles, base, [((k_full,), k_free), ((v_full,), v_free)], layout=layout)
     out = out * across(1 / total, out.shape)
     out = out * down(arrays.load_vector(v_scale_own.at[index, 0], arrays.COLUMNS), out.shape)

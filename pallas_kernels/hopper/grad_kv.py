@@ -118,8 +118,8 @@ class _Call:
         if not self.spec.is_causal:
             return 0 if isinstance(tile, int) else jnp.int32(0)
         if isinstance(tile, int):
-            return min(tile * self.rows // self.span, self.tiles)
-        return jnp.minimum(lax.div(tile * self.rows, jnp.int32(self.span)), self.tiles)
+            return min(tile * self.rows // self.span, self.tiles - 1)
+        return jnp.minimum(lax.div(tile * self.rows, jnp.int32(self.span)), self.tiles - 1)
 
 
 def _fetch(call, index, at, *refs):
@@ -144,32 +144,33 @@ def _compute(call, index, here, base, following, *refs):
         _tile, held, k_own, v_own, k_scale, spec=spec, first_key=first_key, span=span, want=call.want
     )
 
-    def body(step, carry, edge=None):
+    def body(i, carry, *, edge):
         slot, *sums = carry
         launch.wait(held["full"].at[slot])
-        i = lax.rem(step, per_head) if group > 1 else step
         sums = tile(slot, first + i, sums, edge)
         launch.arrive(held["free"].at[slot])
         return slot_of(slot + 1, layout), *sums
 
-    def skip(step, slot):
+    def skip(_, slot):
         launch.wait(held["full"].at[slot])
         launch.arrive(held["free"].at[slot])
         return slot_of(slot + 1, layout)
 
-    zeros = (filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
-    hidden, slot = jnp.int32(0), slot_of(base, layout)
-    if spec.is_causal and group == 1:
-        # Queries that see other groups' keys alone.
-        hidden = jnp.clip(lax.div(first_key, jnp.int32(span)) - first, 0, per_head)
-        slot = lax.fori_loop(jnp.int32(0), hidden, skip, slot)
-        first, per_head = first + hidden, per_head - hidden
-    sums = slot, *zeros
-    if not spec.is_causal or arrays.branches(call.int8, depth):
-        sums = lax.fori_loop(jnp.int32(0), per_head * group, body, sums)
+    def head(_, carry):
+        slot, *sums = carry
+        # Queries that see other groups' keys alone; of the others the first tile hides some, or is the last one.
+        hidden = jnp.clip(lax.div(first_key, jnp.int32(span)) - first, 0, per_head - 1)
+        carry = lax.fori_loop(jnp.int32(0), hidden, skip, slot), *sums
+        carry = body(hidden, carry, edge=True)
+        return lax.fori_loop(hidden + 1, per_head, functools.partial(body, edge=False), carry)
+
+    carry = slot_of(base, layout), *(filled((GROUP, depth), 0.0),) * (want_dk + want_dv)
+    if not spec.is_causal:
+        sums = lax.fori_loop(jnp.int32(0), per_head * group, functools.partial(body, edge=False), carry)
+    elif group == 1:
+        sums = head(0, carry)
     else:
-        edges = jnp.clip(pl.cdiv(first_key + GROUP - 1, jnp.int32(span)) - first, 0, per_head)
-        sums = _in_two_loops(body, sums, group, per_head, edges)
+        sums = lax.fori_loop(jnp.int32(0), jnp.int32(group), head, carry)
     _, *sums = sums
     following()
     b, n, tile = here()
@@ -212,17 +213,6 @@ def _operands(ops, int8, want_dk):
     return own | dict(v=ops.v), streams, vectors | dict(delta=ops.delta)
 
 
-def _in_two_loops(body, sums, group, per_head, edges):
-    """body(step, sums, edge) over the tiles of queries of each head of the group, of which the first few are edges."""
-
-    def head(g, sums):
-        start, end = g * per_head, (g + 1) * per_head
-        sums = lax.fori_loop(start, start + edges, functools.partial(body, edge=True), sums)
-        return lax.fori_loop(start + edges, end, functools.partial(body, edge=False), sums)
-
-    return head(jnp.int32(0), sums) if group == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(group), head, sums)
-
-
 def _tile(held, k_own, v_own, k_scale, slot, i, sums, edge, *, spec, first_key, span, want):
     """The sums with what a tile of queries adds to them."""
     want_dk, want_dv = want
@@ -236,18 +226,15 @@ def _tile(held, k_own, v_own, k_scale, slot, i, sums, edge, *, spec, first_key, 
         """P^T, times the scale that `shift` holds."""
         scale = down(vector(q_scale) * k_scale, shape)
         p = jnp.exp2(s.astype(jnp.float32) * scale + down(vector(shift), shape))
-        if not spec.is_causal:
-            return p
         # Keys that do not count are rows of their own, whose results nobody reads.
-        hidden = i * span < first_key + (GROUP - 1) if edge is None else edge
-        return arrays.hide_if(hidden, p, arrays.row_numbers() + first_key - i * span, 0.0, before=True)
+        return arrays.hide(p, arrays.row_numbers() + first_key - i * span, 0.0, before=True) if edge else p
 
     scores = k_own, turned(held["q"].at[slot])
     if not want_dk:
-        p_int8, p_scale = arrays.quantize_row(probabilities(arrays.product(*scores, shape)))
+        p_int8, p_scale = arrays.quantize_row(probabilities(arrays.product(*scores)))
         [dv] = sums
         return (arrays.add_int8_product(dv, p_int8, p_scale, held["dout_turned"].at[slot]),)
-    p, dp = arrays.two_products(scores, (v_own, turned(held["dout"].at[slot])), probabilities, shape)
+    p, dp = arrays.two_products(scores, (v_own, turned(held["dout"].at[slot])), probabilities)
     [delta] = rest
 
     def ds():

@@ -94,17 +94,16 @@ def _compute(call, index, here, base, following, *refs):
         slot = slot_of(base + j, layout)
         k_scale = k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
         launch.wait(k_full.at[slot])
+        launch.wait(v_full.at[slot])
 
         def probabilities(s):
             p = jnp.exp2(s.astype(jnp.float32) * across(q_scale * k_scale, shape) + across(-lse, shape))
-            return hide(p, 0.0, first, j, span, edge, spec=spec)
+            return hide(p, 0.0, first, j, span, spec=spec) if edge else p
 
         p, dp = arrays.two_products(
             (q_own.at[index], turned(k_ring.at[slot])),
             (dout_own.at[index], turned(v_ring.at[slot])),
             probabilities,
-            shape,
-            ready=lambda: launch.wait(v_full.at[slot]),
         )
         ds = p * (dp - across(delta, shape))
         if int8:
@@ -119,7 +118,7 @@ def _compute(call, index, here, base, following, *refs):
         return dq
 
     dq = filled((GROUP, depth), 0.0)
-    dq = over_keys(body, dq, first, count, span, int8=int8, depth=depth, spec=spec)
+    dq = over_keys(body, dq, count, span, spec=spec)
     skip_keys(count, tiles, base, [((k_full, v_full, right_full), free)], layout=layout)
     # NaN where a row's operands are not finite, as in the Triton kernels, whose maximum of a row loses it.
     poison = delta * 0 + lse * 0

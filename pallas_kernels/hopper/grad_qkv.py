@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import steps
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
-from pallas_kernels.hopper.blocks import largest_divisor
+from pallas_kernels.hopper.blocks import Blocks, largest_divisor
 from pallas_kernels.hopper.launch import fetch, matrix
 from pallas_kernels.hopper.tiles import GROUP, Groups
 from pallas_kernels.launch import target_cores
@@ -44,13 +44,12 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     inputs |= dict(dout=ops.dout, dout_turned=ops.dout_turned, q_scale=ops.q_scale, shift=ops.shift_dv)
     inputs |= dict(factor=factor, delta=ops.delta * factor, k_scale=ops.k_scale, poison=ops.poison)
     scratch = _scratch(depth, ops.dout.dtype, layout.stages)
-    side = _side_by_side(blocks, kv_heads)
-    sizes = _Sizes(queries // SPAN, blocks, heads // kv_heads, side, layout, spec)
+    sizes = _Sizes(queries // SPAN, blocks, heads // kv_heads, layout, spec)
 
-    def run(work, group, *refs):
+    def run(work, mine, group, *refs):
         outputs, held = refs[len(inputs) : len(inputs) + 3], refs[len(inputs) + 3 :]
         named = dict(zip(inputs, refs, strict=False)), outputs, dict(zip(scratch, held, strict=True))
-        work(_Block(sizes), group, *named)
+        work(sizes, mine, group, *named)
 
     parts = (
         launch.Part(OWNERS, OWNER_REGISTERS, functools.partial(run, _own_keys)),
@@ -61,10 +60,10 @@ def grad_qkv(ops, *, spec, layout: Groups, out_dtype):
     def launch_all(*operands):
         batch = operands[0].shape[0]
         of_keys = jax.ShapeDtypeStruct((batch, keys, kv_heads, depth), out_dtype)
-        return launch.call_parts(
+        return launch.stay(
             parts,
             "sagebwd_grad_qkv",
-            dict(batch=batch, head=kv_heads // side, tile=blocks * side),
+            sizes.dealt(batch, kv_heads, target_cores()),
             operands,
             [of_keys, of_keys, jax.ShapeDtypeStruct((batch, queries, heads, depth), jnp.float32)],
             list(scratch.values()),
@@ -84,15 +83,6 @@ def _factors(q_scale, dout_scale):
     return q_scale, jnp.where(dout_scale < steps.TINIEST, 0.0, q_scale / jnp.maximum(dout_scale, steps.TINIEST))
 
 
-def _side_by_side(blocks, heads):
-    """How many heads are alternated in the order of blocks: as many as run at once, of a number that divides heads.
-
-    Blocks of one head that start together would wait for their turns, one after another.
-    """
-    # A multiprocessor runs one block.
-    return largest_divisor(heads, max(target_cores() // blocks, 1))
-
-
 def _scratch(depth, dtype, stages):
     """Buffers and barriers of a block, by name."""
     ring = launch.barriers
@@ -100,6 +90,7 @@ def _scratch(depth, dtype, stages):
         k_own=matrix(GROUP, depth, jnp.int8, OWNERS),
         v_own=matrix(GROUP, depth, dtype, OWNERS),
         k_turned_own=matrix(depth, GROUP, jnp.int8, OWNERS),
+        result=matrix(GROUP, depth, dtype, OWNERS),
         q=matrix(SPAN, depth, jnp.int8, stages),
         q_turned=matrix(depth, SPAN, jnp.int8, stages),
         dout=matrix(SPAN, depth, dtype, stages),
@@ -120,31 +111,49 @@ def _scratch(depth, dtype, stages):
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """Tiles of queries, blocks of keys, query heads a key head, key heads side by side, the ring, and the call."""
+    """Tiles of queries, blocks of keys, query heads a key head, the ring, and the call."""
 
     tiles: int
     blocks: int
     group: int
-    side: int
     layout: Groups
     spec: CallSpec
 
+    def dealt(self, batch, kv_heads, cores) -> Blocks:
+        """All blocks, in the order that they are taken.
+
+        Of as many heads as run at once they alternate: blocks of one head that start together would wait for their
+        turns, one after another. A block waits for blocks before it alone.
+        """
+        steps = [(self.tiles - int(self.first_tile(self.place(i)))) * self.group for i in range(self.blocks)]
+        most = max(cores // self.blocks, 1)
+        side = largest_divisor(kv_heads, most)
+        return Blocks(batch, kv_heads, tuple(steps), side, min(cores, batch * kv_heads * self.blocks))
+
+    def place(self, number):
+        """Which block of keys comes so many-th: causal ones begin with the fewest tiles.
+
+        Each begins with its first tile of queries, so none ever has to wait for its turn on one that begins later.
+        """
+        return self.blocks - 1 - number if self.spec.is_causal else number
+
+    def first_tile(self, block):
+        """The first tile of queries that sees keys of a block, a number that is known or one that is not."""
+        if not self.spec.is_causal:
+            return block * 0
+        lower = min if isinstance(block, int) else jnp.minimum
+        return lower(block * (OWNERS * GROUP // SPAN), self.tiles - 1)
+
 
 class _Block:
-    """Where this block of keys is, and the tiles of queries that it goes through."""
+    """Where a block of keys is, and the tiles of queries that it goes through."""
 
-    def __init__(self, sizes: _Sizes):
+    def __init__(self, sizes: _Sizes, at):
         self.sizes = sizes
-        self.batch, heads, block = launch.program()
-        side = jnp.int32(sizes.side)
-        self.head, block = heads * side + lax.rem(block, side), lax.div(block, side)
-        # Causal blocks begin with their first tile of queries, those with the fewest tiles first: none ever has to wait
-        # for its turn on blocks that begin later.
-        self.block = sizes.blocks - 1 - block if sizes.spec.is_causal else block
+        self.batch, self.head, number = at
+        self.block = sizes.place(number)
         self.first_key = self.block * (OWNERS * GROUP)
-        self.first = jnp.int32(0)
-        if sizes.spec.is_causal:
-            self.first = jnp.minimum(lax.div(self.first_key, jnp.int32(SPAN)), sizes.tiles - 1)
+        self.first = sizes.first_tile(self.block)
         self.per_head = jnp.int32(sizes.tiles) - self.first
         self.steps = self.per_head * sizes.group
 
@@ -182,19 +191,41 @@ class _Block:
         return k_scale_ref[self.batch, self.head, lax.div(first_key, jnp.int32(self.sizes.spec.config.block_k))]
 
 
-def _own_keys(block, group, inputs, outputs, held):
+def _own_keys(sizes, mine, group, inputs, outputs, held):
     """dK and dV of a group's keys, and each tile's dS for the group that sums over keys."""
-    first_key = block.first_key + group * GROUP
-    mine, shape, layout = pl.ds(first_key, GROUP), (GROUP, SPAN), block.sizes.layout
-    b, n, depth = block.batch, block.head, inputs["k"].shape[-1]
-    fetch(inputs["k"].at[b, n, mine], held["k_own"].at[group], held["own"].at[group])
-    fetch(inputs["v"].at[b, mine, n], held["v_own"].at[group], held["own"].at[group])
+
+    def start(at):
+        block = _Block(sizes, at)
+        own, keys = held["own"].at[group], pl.ds(block.first_key + group * GROUP, GROUP)
+        fetch(inputs["k"].at[block.batch, block.head, keys], held["k_own"].at[group], own)
+        fetch(inputs["v"].at[block.batch, keys, block.head], held["v_own"].at[group], own)
+
+    def one(here, base, following):
+        block = _Block(sizes, here())
+        dk, dv = _sum_queries(block, base, group, inputs, held)
+        following()
+        block = _Block(sizes, here())
+        keys = pl.ds(block.first_key + group * GROUP, GROUP)
+        # NaN if a query of the group is not finite, as in the Triton kernels.
+        poison = inputs["poison"][block.batch, block.head, 0]
+        for output, total in ((outputs[0], dk * (1 / steps.LOG2_E)), (outputs[1], dv)):
+            launch.stored()
+            launch.store(held["result"].at[group], output.at[block.batch, keys, block.head], total + poison)
+        return block.steps
+
+    mine.compute(start, one)
+
+
+def _sum_queries(block, base, group, inputs, held):
+    """A group's sums over queries, dK and dV, when its keys have come."""
+    layout, first_key = block.sizes.layout, block.first_key + group * GROUP
+    shape, depth = (GROUP, SPAN), inputs["k"].shape[-1]
     k_scale = block.k_scale(inputs["k_scale"], first_key)
     launch.wait(held["own"].at[group])
 
-    def body(step, sums):
-        dk, dv = sums
-        slot, waiting = launch.slot_of(step, layout), lax.rem(step, jnp.int32(WAITING))
+    def body(step, carry):
+        slot, position, dk, dv = carry
+        waiting = lax.rem(position, jnp.int32(WAITING))
         tile = block.at(step)[1]
         launch.wait(held["full"].at[slot])
 
@@ -209,77 +240,91 @@ def _own_keys(block, group, inputs, outputs, held):
             (held["k_own"].at[group], turned(held["q"].at[slot])),
             (held["v_own"].at[group], turned(held["dout"].at[slot])),
             probabilities,
-            shape,
         )
         ds = p * (dp * vector("factor") - vector("delta"))
-        launch.wait_for_buffer(held["ds_free"].at[waiting], step, WAITING)
+        launch.wait_for_buffer(held["ds_free"].at[waiting], position, WAITING)
         launch.write(held["ds"].at[waiting, group], ds)
         launch.arrive(held["ds_full"].at[waiting])
         dv = arrays.add_int8_product(dv, *arrays.quantize_row(p), held["dout_turned"].at[slot])
         dk = arrays.add_int8_product(dk, *arrays.quantize_row(ds), held["q_turned"].at[slot])
         launch.arrive(held["free"].at[slot])
-        return dk, dv
+        return launch.slot_of(slot + 1, layout), position + 1, dk, dv
 
-    dk, dv = lax.fori_loop(jnp.int32(0), block.steps, body, (filled((GROUP, depth), 0.0),) * 2)
-    # NaN if a query of the group is not finite, as in the Triton kernels.
-    poison = inputs["poison"][b, n, 0]
-    for output, total in ((outputs[0], dk * (1 / steps.LOG2_E)), (outputs[1], dv)):
-        launch.store(held["v_own"].at[group], output.at[b, mine, n], total + poison)
-        launch.stored()
+    start = launch.slot_of(base, layout), base, *(filled((GROUP, depth), 0.0),) * 2
+    return lax.fori_loop(jnp.int32(0), block.steps, body, start)[2:]
 
 
-def _sum_keys(block, _, inputs, outputs, held):
+def _sum_keys(sizes, mine, _, inputs, outputs, held):
     """dQ of each tile of queries over the block's keys, a scale of dS per group of keys."""
     del outputs  # Written by the copying group.
-    own, scales, shape = held["turned_own"].at[0], [], (SPAN, inputs["k"].shape[-1])
-    for group in range(OWNERS):
-        first_key = block.first_key + group * GROUP
-        keys = pl.ds(first_key, GROUP)
-        fetch(inputs["k_turned"].at[block.batch, block.head, :, keys], held["k_turned_own"].at[group], own)
-        scales.append(block.k_scale(inputs["k_scale"], first_key))
-    launch.wait(own)
+    own, shape = held["turned_own"].at[0], (SPAN, inputs["k"].shape[-1])
 
-    @pl.loop(jnp.int32(0), block.steps)
-    def _(step):
-        waiting = lax.rem(step, jnp.int32(WAITING))
-        launch.wait(held["ds_full"].at[waiting])
-        dq = filled(shape, 0.0)
+    def start(at):
+        block = _Block(sizes, at)
         for group in range(OWNERS):
-            ds_int8, ds_scale = arrays.quantize_row(arrays.load_turned(held["ds"].at[waiting, group]))
-            if group == OWNERS - 1:
-                launch.arrive(held["ds_free"].at[waiting])
-            dq = arrays.add_int8_product(dq, ds_int8, ds_scale * scales[group], held["k_turned_own"].at[group])
-        launch.wait_for_buffer(held["dq_free"].at[waiting], step, WAITING)
-        launch.write(held["dq"].at[waiting], dq)
-        launch.arrive(held["dq_full"].at[waiting])
+            keys = pl.ds(block.first_key + group * GROUP, GROUP)
+            fetch(inputs["k_turned"].at[block.batch, block.head, :, keys], held["k_turned_own"].at[group], own)
+
+    def one(here, base, following):
+        block = _Block(sizes, here())
+        scales = [block.k_scale(inputs["k_scale"], block.first_key + group * GROUP) for group in range(OWNERS)]
+        launch.wait(own)
+
+        @pl.loop(jnp.int32(0), block.steps)
+        def _(step):
+            waiting = lax.rem(base + step, jnp.int32(WAITING))
+            launch.wait(held["ds_full"].at[waiting])
+            dq = filled(shape, 0.0)
+            for group in range(OWNERS):
+                ds_int8, ds_scale = arrays.quantize_row(arrays.load_turned(held["ds"].at[waiting, group]))
+                if group == OWNERS - 1:
+                    launch.arrive(held["ds_free"].at[waiting])
+                dq = arrays.add_int8_product(dq, ds_int8, ds_scale * scales[group], held["k_turned_own"].at[group])
+            launch.wait_for_buffer(held["dq_free"].at[waiting], base + step, WAITING)
+            launch.write(held["dq"].at[waiting], dq)
+            launch.arrive(held["dq_full"].at[waiting])
+
+        following()
+        return block.steps
+
+    mine.compute(start, one)
 
 
-def _copy(block, _, inputs, outputs, held):
+def _copy(sizes, mine, _, inputs, outputs, held):
     """Fetch tiles of queries ahead of the owners, and beside that add each tile of dQ to memory."""
-    turns = launch.turns(*inputs["q"].shape[:2], block.sizes.tiles)
+    turns = launch.turns(*inputs["q"].shape[:2], sizes.tiles)
 
-    def load(step, slot):
-        head, tile = block.at(step)
-        queries, full = pl.ds(tile * SPAN, SPAN), held["full"].at[slot]
-        for name in STREAMS:
-            source = launch.tile_in(name, inputs[name], block.batch, head, queries)
-            fetch(source, held[name].at[slot], full)
-        for i, name in enumerate(VECTORS):
-            fetch(inputs[name].at[block.batch, head, queries], held["vectors"].at[slot, i], full)
+    def load_all(number, base):
+        block = _Block(sizes, mine.at(number))
 
-    def add(step):
-        head, tile = block.at(step)
-        waiting = lax.rem(step, jnp.int32(WAITING))
-        launch.wait(held["dq_full"].at[waiting])
-        launch.add_in_turn(
-            held["dq"].at[waiting],
-            outputs[2].at[block.batch, pl.ds(tile * SPAN, SPAN), head],
-            turns.at[block.batch, head, tile],
-            block.earlier(tile),
-            lambda: launch.arrive(held["dq_free"].at[waiting]),
-        )
+        def load(step, slot):
+            head, tile = block.at(step)
+            queries, full = pl.ds(tile * SPAN, SPAN), held["full"].at[slot]
+            for name in STREAMS:
+                source = launch.tile_in(name, inputs[name], block.batch, head, queries)
+                fetch(source, held[name].at[slot], full)
+            for i, name in enumerate(VECTORS):
+                fetch(inputs[name].at[block.batch, head, queries], held["vectors"].at[slot, i], full)
 
-    launch.in_warps(
-        lambda: launch.stream(block.steps, jnp.int32(0), block.sizes.layout, (load, held["free"])),
-        lambda: pl.loop(jnp.int32(0), block.steps)(add),
-    )
+        launch.stream(block.steps, base, sizes.layout, (load, held["free"]))
+        return block.steps
+
+    def add_all(number, base):
+        block = _Block(sizes, mine.at(number))
+
+        @pl.loop(jnp.int32(0), block.steps)
+        def _(step):
+            head, tile = block.at(step)
+            waiting = lax.rem(base + step, jnp.int32(WAITING))
+            launch.wait(held["dq_full"].at[waiting])
+            launch.add_in_turn(
+                held["dq"].at[waiting],
+                outputs[2].at[block.batch, pl.ds(tile * SPAN, SPAN), head],
+                turns.at[block.batch, head, tile],
+                block.earlier(tile),
+                lambda: launch.arrive(held["dq_free"].at[waiting]),
+            )
+
+        return block.steps
+
+    launch.in_warps(lambda: mine.each(load_all), lambda: mine.each(add_all))

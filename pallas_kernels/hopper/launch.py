@@ -192,43 +192,70 @@ class Work:
     copy: Callable
 
 
-def call(work: Work, name, blocks: Blocks, inputs, out_shapes, scratch, *, layout: Groups):
-    """Do the work of all blocks, in `layout.groups` computing warp groups and one that copies of each program."""
-    plan = blocks.plan
-    plans = [] if plan is None else [jnp.asarray(plan)]
+class Mine:
+    """The blocks that this program takes."""
 
-    def mine(refs):
-        """How many blocks this program takes, which the step-th is, and the refs without the plan."""
-        program, plan_ref = lax.axis_index("program"), None
-        if plans:
-            plan_ref, refs = refs[len(inputs)], refs[: len(inputs)] + refs[len(inputs) + 1 :]
-        return blocks.count(program, plan_ref), lambda step: blocks.at(program, step, plan_ref), refs
+    def __init__(self, blocks: Blocks, plan_ref):
+        self._blocks, self._plan_ref, self._program = blocks, plan_ref, lax.axis_index("program")
+        self.count = blocks.count(self._program, plan_ref)
 
-    def compute(group, *refs):
-        count, block, refs = mine(refs)
+    def at(self, step):
+        """(batch, head, tile) of the step-th."""
+        return self._blocks.at(self._program, step, self._plan_ref)
 
-        def one(step, base):
+    def each(self, one):
+        """one(step, base) for each, which returns its steps; the rings have been through `base` steps before."""
+        lax.fori_loop(jnp.int32(0), self.count, lambda step, base: base + one(step, base), jnp.int32(0))
+
+    def compute(self, start, one):
+        """As `each`, for what a group fetches by start(at): one(here, base, following), as in `Work`."""
+
+        def run(step, base):
             def here():
                 # Not kept: registers are short in a block's loop.
-                return block(lax.optimization_barrier(step))
+                return self.at(lax.optimization_barrier(step))
 
             def following():
                 # All warps have read what is fetched anew.
                 plgpu.commit_smem()
-                pl.when(step + 1 < count)(lambda: work.fetch(lax.optimization_barrier(group), block(step + 1), *refs))
+                pl.when(step + 1 < self.count)(lambda: start(self.at(step + 1)))
 
-            return base + work.compute(lax.optimization_barrier(group), here, base, following, *refs)
+            return one(here, base, following)
 
-        work.fetch(group, block(jnp.int32(0)), *refs)
-        lax.fori_loop(jnp.int32(0), count, one, jnp.int32(0))
+        start(self.at(jnp.int32(0)))
+        self.each(run)
         stored()
 
-    def copy(_, *refs):
-        count, block, refs = mine(refs)
-        lax.fori_loop(jnp.int32(0), count, lambda step, base: base + work.copy(block(step), base, *refs), jnp.int32(0))
+
+def stay(parts, name, blocks: Blocks, inputs, out_shapes, scratch):
+    """As `call_parts`, in programs that stay: each part's run(mine, group, *refs) goes through the blocks `Mine`."""
+    plan = blocks.plan
+    plans = [] if plan is None else [jnp.asarray(plan)]
+
+    def with_blocks(run, group, *refs):
+        plan_ref = None
+        if plans:
+            plan_ref, refs = refs[len(inputs)], refs[: len(inputs)] + refs[len(inputs) + 1 :]
+        run(Mine(blocks, plan_ref), group, *refs)
+
+    parts = [dataclasses.replace(part, run=functools.partial(with_blocks, part.run)) for part in parts]
+    return call_parts(parts, name, dict(program=blocks.programs), [*inputs, *plans], out_shapes, scratch)
+
+
+def call(work: Work, name, blocks: Blocks, inputs, out_shapes, scratch, *, layout: Groups):
+    """Do the work of all blocks, in `layout.groups` computing warp groups and one that copies of each program."""
+
+    def compute(mine, group, *refs):
+        mine.compute(
+            lambda at: work.fetch(group, at, *refs),
+            lambda *block: work.compute(lax.optimization_barrier(group), *block, *refs),
+        )
+
+    def copy(mine, _, *refs):
+        mine.each(lambda step, base: work.copy(mine.at(step), base, *refs))
 
     parts = Part(layout.groups, REGISTERS[layout.groups], compute), Part(1, COPY_REGISTERS, copy)
-    return call_parts(parts, name, dict(program=blocks.programs), [*inputs, *plans], out_shapes, scratch)
+    return stay(parts, name, blocks, inputs, out_shapes, scratch)
 
 
 def call_parts(parts, name, grid: dict[str, int], inputs, out_shapes, scratch):

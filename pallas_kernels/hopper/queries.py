@@ -84,21 +84,29 @@ def skip_keys(first, end, base, rings, *, layout: Groups):
             launch.arrive(free.at[slot])
 
 
-def over_keys(body, carry, first, count, span, *, int8, depth, spec):
-    """body(tile, carry, edge) over `count` tiles of keys for queries from `first` on; see query_block and `hide`."""
-    whole = jnp.int32(spec.key_length // span)
-    if spec.is_causal:
-        whole = jnp.minimum(whole, lax.div(first + 1, jnp.int32(span)))
-    elif spec.key_length % span == 0:
-        return lax.fori_loop(jnp.int32(0), count, functools.partial(body, edge=False), carry)
-    if arrays.branches(int8, depth):
-        return lax.fori_loop(jnp.int32(0), count, lambda tile, carry: body(tile, carry, edge=tile >= whole), carry)
-    carry = lax.fori_loop(jnp.int32(0), whole, functools.partial(body, edge=False), carry)
-    return lax.fori_loop(whole, count, functools.partial(body, edge=True), carry)
+def hides(spec, span) -> bool:
+    """Whether some of a group's last tile of keys may be hidden; of those before it none are."""
+    return spec.is_causal or spec.key_length % span != 0
 
 
-def hide(x, hidden, first, tile, span, edge, *, spec):
-    """Scores of queries from `first` on, but `hidden` where a key does not count or is later, if any does: `edge`."""
+def over_keys(body, carry, count, span, *, spec):
+    """body(tile, carry, edge) over `count` tiles of keys, the last one as an `edge` if it `hides` some.
+
+    It is not in the loop: a branch there, or a second loop, takes more than its code.
+    """
+    loop = functools.partial(body, edge=False)
+    if not hides(spec, span):
+        return lax.fori_loop(jnp.int32(0), count, loop, carry)
+    return body(last_of(count), lax.fori_loop(jnp.int32(0), count - 1, loop, carry), edge=True)
+
+
+def last_of(count):
+    """The last of `count` tiles; what is made of it is not kept in registers while the others are gone through."""
+    return lax.optimization_barrier(count - 1)
+
+
+def hide(x, hidden, first, tile, span, *, spec):
+    """Scores of queries from `first` on, but `hidden` where a key does not count or is later."""
     numbers = arrays.row_numbers()
     limit = numbers + first if spec.is_causal else numbers * 0 + spec.key_length
-    return arrays.hide_if(edge, x, jnp.minimum(limit, spec.key_length - 1) - tile * span, hidden)
+    return arrays.hide(x, jnp.minimum(limit, spec.key_length - 1) - tile * span, hidden)

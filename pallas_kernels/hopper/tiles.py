@@ -18,10 +18,17 @@ MIN_JAX = (0, 11)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """How a kernel is laid out on a multiprocessor: warp groups that compute, and buffers of the ring that feeds."""
+    """How a kernel is laid out on a multiprocessor.
+
+    Attributes:
+      groups: warp groups that compute.
+      stages: buffers of the ring that feeds them.
+      ahead: whether forward computes S of the next tile beside P V; its registers do not last for depth 128.
+    """
 
     groups: int
     stages: int
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Row:
       kernel: "forward", "grad_v", "grad_k", "grad_q", "grad_qkv" for the last three at once, or with the gradients'
         products in 16 bits "grad_kv_16", "grad_q_16".
       depth: channels of a head, padded.
-      groups, stages: see `Groups`.
+      groups, stages, ahead: see `Groups`.
       from_keys: the least number of keys that it is faster for.
       milliseconds: of the kernel at B*T = 16384, 2048 channels, T = 8192, bfloat16; the Triton kernel's is in
         pallas_kernels/tiles.py.
@@ -45,13 +52,14 @@ class Row:
     stages: int
     milliseconds: float
     from_keys: int = 0
+    ahead: bool = False
 
 
 # H200, 2026-11-29 and 30, JAX 0.11.2. Not listed, where the Triton kernels are as fast: grad_v and grad_k at depth 64,
 # and grad_q there if causal. The first row that suits a call is taken.
 TABLE = (
     Row("forward", 64, False, 3, 2, 2.081, from_keys=32768),
-    Row("forward", 64, True, 3, 2, 1.061, from_keys=4096),
+    Row("forward", 64, True, 3, 2, 1.061, from_keys=1024, ahead=True),
     Row("forward", 128, False, 3, 2, 1.282),
     Row("forward", 128, True, 3, 2, 0.704),
     Row("grad_v", 128, False, 3, 2, 1.465),
@@ -149,5 +157,5 @@ def find(kernel, spec, visibility, dtype, *tensors) -> Groups | None:
     for row in TABLE if suits else ():
         same = (row.kernel, row.depth, row.is_causal) == (kernel, depth, spec.is_causal)
         if same and spec.key_length >= row.from_keys:
-            return Groups(groups=row.groups, stages=row.stages)
+            return Groups(groups=row.groups, stages=row.stages, ahead=row.ahead)
     return None
