@@ -1,5 +1,6 @@
 """Checkpoints: written by orbax in the background, whole or not at all, the newest few kept."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,12 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as error:  # As in save.
             raise self._explain("a checkpoint could not be finished", error) from error
+
+    def last_whole(self) -> int | None:
+        """Step of the newest on disk, once what was started is there or has failed."""
+        with contextlib.suppress(CheckpointError):
+            self.wait()
+        return self.latest()
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """The newest state, of the shapes and where ``like`` says; it may have been written on another mesh.

@@ -13,6 +13,7 @@ import tyro
 
 from .checkpoint import CheckpointError
 from .config import PRESETS, SettingError, TrainConfig
+from .data import WorkerError
 from .run_dir import CONFIG_NAME, read_config, read_settings
 
 _STARTS = (
@@ -86,7 +87,7 @@ def run(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None
         print(f"error: {error}", file=sys.stderr, flush=True)
         # Without Python's own end, which would wait for threads of orbax that wait for what failed.
         os._exit(1)
-    except (SettingError, NotImplementedError, FloatingPointError, OSError) as error:
+    except (SettingError, WorkerError, NotImplementedError, FloatingPointError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

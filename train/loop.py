@@ -17,7 +17,7 @@ from rich.console import Console
 
 from .checkpoint import Checkpoints, Progress
 from .config import SettingError, TrainConfig
-from .data import Corpus, find_tokenizer, held_out_batches, load_corpus, training_batches, unigram_loss
+from .data import Corpus, WorkerError, find_tokenizer, held_out_batches, load_corpus, training_batches, unigram_loss
 from .hardware import flops_per_token, peak_flops
 from .health import make_probe
 from .log import NonFiniteLossError as NonFiniteLossError
@@ -66,6 +66,7 @@ def train(
       FileNotFoundError, SettingError: the data or a setting cannot be used; nothing is written then.
       CheckpointError: a checkpoint could not be written or read.
       NonFiniteLossError: the run stopped; metrics.jsonl holds what came before.
+      WorkerError: a data worker has died; the message says how the run goes on.
     """
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -105,7 +106,10 @@ def train(
             )
         bar = stack.enter_context(progress_bar(console, is_shown=is_writer))
         log = session.make_log(writer, bar)
-        step = session.run(log, stop)
+        try:
+            step = session.run(log, stop)
+        except WorkerError as error:
+            raise WorkerError(f"{error}; {session.how_to_go_on()}") from error
     session.draw()
     return RunResult(
         run_dir=run_dir,
@@ -199,6 +203,15 @@ class _Session:
             log.record(step, pending)
         self.checkpoints.wait()
         return step
+
+    def how_to_go_on(self) -> str:
+        """What to do once a data worker has died."""
+        last, resume = self.checkpoints.last_whole(), f"python -m train --resume {self.run_dir}"
+        where = f"the checkpoint of step {last} is whole: go on from it with {resume}"
+        if last is None:
+            where = f"there is no checkpoint: {resume} starts again at the first step"
+        workers = self.config.data.workers
+        return f"{where}; if memory ran out, with fewer --workers than {workers} (0 reads ahead in threads)"
 
     def _due(self, step: int, is_stopped: bool) -> _Due:
         """What follows a step."""

@@ -8,3 +8,4 @@ from train.data.corpus import find_tokenizer as find_tokenizer
 from train.data.corpus import load_corpus as load_corpus
 from train.data.corpus import unigram_loss as unigram_loss
 from train.data.documents import DataError as DataError
+from train.data.workers import WorkerError as WorkerError

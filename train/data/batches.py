@@ -85,6 +85,7 @@ def training_batches(
 
     Raises:
       DataError: a shard that is cut short, or holds a token that the model does not have.
+      WorkerError: a process that reads ahead has died.
     """
     shape = (config.accumulation(shards), config.micro_batch * shards, config.data.sequence_length + 1)
     local = [index for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,13 @@ from typing import Any
 import grain
 from absl import flags
 
+# What grain says of a process that ended by itself; it is a plain RuntimeError.
+_ENDED = re.compile(r"Worker process was terminated unexpectedly with exit code (-?\d+)")
+
+
+class WorkerError(RuntimeError):
+    """A process that reads ahead has died; the message says by which signal or with which exit status."""
+
 
 @contextlib.contextmanager
 def reading_ahead(dataset: grain.IterDataset, workers: int) -> Iterator[Iterable[Any]]:
@@ -20,6 +28,9 @@ def reading_ahead(dataset: grain.IterDataset, workers: int) -> Iterator[Iterable
 
     Ctrl-C in a terminal, or a job's SIGTERM, goes to them too: ended by it they would take the batch with them that the
     step at work may still need.
+
+    Raises:
+      WorkerError: one of them has died, as the out-of-memory killer ends one, with what it had read ahead.
     """
     if not workers:
         yield dataset
@@ -32,6 +43,10 @@ def reading_ahead(dataset: grain.IterDataset, workers: int) -> Iterator[Iterable
         with _signals_blocked():
             first = list(itertools.islice(iterator, 1))  # grain starts all processes for it.
         yield itertools.chain(first, iterator)
+    except RuntimeError as error:
+        if ended := _ENDED.search(str(error)):
+            raise WorkerError(f"a data worker {_end(int(ended[1]))}") from error
+        raise
     finally:
         iterator.close()
 
@@ -46,6 +61,15 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(code: int) -> str:
+    """What a process's exit code says, negative for a signal."""
+    if code >= 0:
+        return f"ended with exit status {code}"
+    # A real-time signal has no name.
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"was killed by {name}" + ", as by the out-of-memory killer" * (name == "SIGKILL")
 
 
 def _end_with_parent(worker: int, workers: int) -> None:
