@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
@@ -21,12 +20,12 @@ from train_micro import curve, micro_config, write_text
 
 from train import __main__ as program
 from train import cli, data, loop
-from train.checkpoint import CheckpointError, Checkpoints, Progress
+from train.checkpoint import CheckpointError
 from train.config import SettingError, TrainConfig
 from train.metrics import read_metrics, series
 from train.prepare import train_bpe
 from train.run_dir import read_config
-from train.step import StepMetrics, TrainState
+from train.step import StepMetrics
 
 ROOT = Path(__file__).parent.parent
 
@@ -120,15 +119,15 @@ def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(unbroken, 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replaces the jitted functions; ``act(step)`` is called in every step, and parameters count the steps."""
+    """Replaces the jitted functions: parameters count the steps, a step's loss is what ``act(step)`` returns, or 1."""
 
     def script(act):
         def make_train_step(graphdef, optimizer, **_):
             calls = itertools.count(1)
 
             def train_step(state, tokens, segment_ids):
-                act(next(calls))
-                return state._replace(params=jax.tree.map(lambda x: x + 1, state.params)), StepMetrics(1.0, 1.0)
+                loss = act(next(calls)) or 1.0
+                return state._replace(params=jax.tree.map(lambda x: x + 1, state.params)), StepMetrics(loss, 1.0)
 
             return train_step
 
@@ -177,6 +176,31 @@ def test_a_run_without_checkpoints_of_its_own_goes_on_from_the_newest_that_is_th
     assert gone_on == "after step 11 of 24 without a checkpoint, for checkpoint_every=0\n"
     assert series(read_metrics(run), "loss")[0] == list(range(1, 12))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["5", "7"]
+
+
+def test_steps_left_out_in_a_row_are_counted_through_an_interruption(text, tmp_path, scripted):
+    """From step 3 on no loss is finite: three are left out, a signal comes, and after four in all the run stops."""
+
+    def act(step):
+        if step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return np.nan if step > 2 else 1.0
+
+    config = run_config(text, on_nonfinite="skip", max_skipped_in_a_row=4)
+    message = "was not finite 5 times in a row, at step 7 too"
+    scripted(lambda step: np.nan if step > 2 else 1.0)
+    with pytest.raises(loop.NonFiniteLossError, match=message):
+        train(config, tmp_path / "unbroken")
+    scripted(act)
+    assert train(config, tmp_path / "run").stopped_by == "SIGTERM"
+    for _ in range(2):  # The second time from the same checkpoint.
+        scripted(lambda step: np.nan)
+        with pytest.raises(loop.NonFiniteLossError, match=message):
+            train(config, tmp_path / "run")
+    # A finite one ends the row.
+    scripted(lambda step: 1.0 if step == 1 else np.nan)
+    with pytest.raises(loop.NonFiniteLossError, match="was not finite 5 times in a row, at step 11 too"):
+        train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -272,55 +296,6 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_the_checkpoint_before(text,
     scripted(lambda step: None)
     assert train(config, tmp_path / "run").step == 24
     assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 25))
-
-
-def make_state(value):
-    array = jnp.full((3, 5), value, jnp.float32)
-    return TrainState({"matrix": array}, {"moment": array + 0.5})
-
-
-def test_checkpoints_are_kept_to_a_number_and_read_back(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
-        checkpoints.restore(make_state(0.0))
-    for step in (10, 20, 30):
-        checkpoints.save(make_state(float(step)), Progress(step, 1.5 * step, step // 10))
-    checkpoints.wait()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["20", "30"]
-    state, progress = checkpoints.restore(make_state(0.0))
-    assert progress == Progress(30, 45.0, 3)
-    np.testing.assert_array_equal(state.opt_state["moment"], np.full((3, 5), 30.5))
-    params, step = checkpoints.restore_params(make_state(0.0).params, ema=False)
-    assert step == 30 and float(params["matrix"][0, 0]) == 30.0
-    checkpoints.close()
-
-
-def test_a_damaged_checkpoint_is_an_error_that_names_the_others(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    for step in (10, 20):
-        checkpoints.save(make_state(float(step)), Progress(step, 0.0, 0))
-    checkpoints.wait()
-    for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*"):
-        if path.is_file() and path.parent.name == "d":
-            path.write_bytes(path.read_bytes()[:5])
-    with pytest.raises(CheckpointError, match=r"checkpoints/20 cannot be read: .*; others: \[10\], which are used if"):
-        checkpoints.restore(make_state(0.0))
-    checkpoints.close()
-
-
-def test_what_was_half_written_when_the_process_died_is_not_a_checkpoint(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
-    checkpoints.wait()
-    checkpoints.close()
-    half = tmp_path / "checkpoints" / "20.orbax-checkpoint-tmp"
-    (half / "params").mkdir(parents=True)
-    again = Checkpoints(tmp_path, keep=2)
-    assert again.latest() == 10
-    again.save(make_state(20.0), Progress(20, 0.0, 0))
-    again.wait()
-    assert again.latest() == 20
-    again.close()
 
 
 def test_other_batches_or_another_model_are_refused(text, tmp_path, scripted):

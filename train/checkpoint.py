@@ -23,6 +23,7 @@ class Progress:
     step: int
     seconds: float  # of training so far, over all starts
     skipped: int  # steps left out since their loss or gradient was not finite
+    skipped_in_a_row: int = 0  # of these the last, up to this step; checkpoints of earlier versions do not say
 
 
 class Checkpoints:

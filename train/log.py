@@ -32,7 +32,7 @@ class StepLog:
     """Fetches metrics, refuses or counts what is not finite, writes records and moves the bar.
 
     Args:
-      step, seconds, skipped: where the run goes on; see train/checkpoint.py.
+      step, seconds, skipped, skipped_in_a_row: where the run goes on; see train/checkpoint.py.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class StepLog:
         step: int = 0,
         seconds: float = 0.0,
         skipped: int = 0,
+        skipped_in_a_row: int = 0,
     ):
-        self.skipped = skipped
+        self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
         self._config, self._writer, self._progress, self._speed = config, writer, progress, speed
         self._schedule = learning_rate_schedule(config.optimizer, config.steps)
         self._task = progress.add_task(config.model.attention, total=config.steps, completed=step, loss="-", speed="-")
-        self._skipped_in_a_row = 0
         self._start = time.perf_counter() - seconds
         self._first_step, self._last_step = step + 1, step
         self._last_time: float | None = None  # None until the step that compiles is done
@@ -67,11 +67,11 @@ class StepLog:
         """
         loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
         is_finite = self._check("loss", loss, step) and self._check("gradient norm", grad_norm, step)
-        self._skipped_in_a_row = 0 if is_finite else self._skipped_in_a_row + 1
+        self.skipped_in_a_row = 0 if is_finite else self.skipped_in_a_row + 1
         self.skipped += not is_finite
-        if self._skipped_in_a_row > self._config.max_skipped_in_a_row:
+        if self.skipped_in_a_row > self._config.max_skipped_in_a_row:
             raise NonFiniteLossError(
-                f"loss or gradient norm was not finite {self._skipped_in_a_row} times in a row, at step {step} too; "
+                f"loss or gradient norm was not finite {self.skipped_in_a_row} times in a row, at step {step} too; "
                 f"the run stopped there"
             )
         now = time.perf_counter()

@@ -231,7 +231,8 @@ class _Session:
         if due.health:
             log.record_health(step, self.health())
         if due.checkpoint:
-            self.checkpoints.save(self.state, Progress(step, log.seconds(), log.skipped))
+            progress = Progress(step, log.seconds(), log.skipped, log.skipped_in_a_row)
+            self.checkpoints.save(self.state, progress)
             log.restart_clock(step)
 
     def held_out_loss(self) -> float:

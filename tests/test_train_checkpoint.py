@@ -1,0 +1,75 @@
+"""Checkpoints: the newest few are kept, whole or not at all, and those of earlier versions are read."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.checkpoint import CheckpointError, Checkpoints, Progress
+from train.step import TrainState
+
+
+def make_state(value):
+    array = jnp.full((3, 5), value, jnp.float32)
+    return TrainState({"matrix": array}, {"moment": array + 0.5})
+
+
+def test_checkpoints_are_kept_to_a_number_and_read_back(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint in"):
+        checkpoints.restore(make_state(0.0))
+    for step in (10, 20, 30):
+        checkpoints.save(make_state(float(step)), Progress(step, 1.5 * step, step // 10, step // 20))
+    checkpoints.wait()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["20", "30"]
+    state, progress = checkpoints.restore(make_state(0.0))
+    assert progress == Progress(30, 45.0, 3, 1)
+    np.testing.assert_array_equal(state.opt_state["moment"], np.full((3, 5), 30.5))
+    params, step = checkpoints.restore_params(make_state(0.0).params, ema=False)
+    assert step == 30 and float(params["matrix"][0, 0]) == 30.0
+    checkpoints.close()
+
+
+def test_a_damaged_checkpoint_is_an_error_that_names_the_others(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (10, 20):
+        checkpoints.save(make_state(float(step)), Progress(step, 0.0, 0))
+    checkpoints.wait()
+    for path in (tmp_path / "checkpoints" / "20" / "params").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:5])
+    with pytest.raises(CheckpointError, match=r"checkpoints/20 cannot be read: .*; others: \[10\], which are used if"):
+        checkpoints.restore(make_state(0.0))
+    checkpoints.close()
+
+
+def test_what_was_half_written_when_the_process_died_is_not_a_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
+    checkpoints.wait()
+    checkpoints.close()
+    half = tmp_path / "checkpoints" / "20.orbax-checkpoint-tmp"
+    (half / "params").mkdir(parents=True)
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.latest() == 10
+    again.save(make_state(20.0), Progress(20, 0.0, 0))
+    again.wait()
+    assert again.latest() == 20
+    again.close()
+
+
+def test_a_checkpoint_from_before_the_row_was_counted_is_read_as_none_in_a_row(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(make_state(10.0), Progress(10, 1.5, 4, 2))
+    checkpoints.wait()
+    [path] = [
+        path for path in (tmp_path / "checkpoints" / "10" / "progress").iterdir() if "skipped" in path.read_text()
+    ]
+    written = json.loads(path.read_text())
+    del written["skipped_in_a_row"]
+    assert written == {"step": 10, "seconds": 1.5, "skipped": 4}
+    path.write_text(json.dumps(written))
+    state, progress = checkpoints.restore(make_state(0.0))
+    assert progress == Progress(10, 1.5, 4, 0) and float(state.params["matrix"][0, 0]) == 10.0
+    checkpoints.close()
