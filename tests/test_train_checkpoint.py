@@ -1,7 +1,10 @@
 """Checkpoints: the newest few are kept, whole or not at all, and those of earlier versions are read."""
 
+import gc
 import json
+import resource
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +60,25 @@ def test_what_was_half_written_when_the_process_died_is_not_a_checkpoint(tmp_pat
     again.wait()
     assert again.latest() == 20
     again.close()
+
+
+# What orbax leaves behind when a write fails, as in tests/test_train_resume.py.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_last_whole_one_is_waited_for_and_is_not_what_could_not_be_written(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.last_whole() is None
+    checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
+    assert checkpoints.last_whole() == 10
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        noise = jax.random.normal(jax.random.key(0), (30_000,))  # No compression makes it fit.
+        checkpoints.save(TrainState({"matrix": noise}, {"moment": noise}), Progress(20, 0.0, 0))
+        assert checkpoints.latest() == 20 and checkpoints.last_whole() == 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        checkpoints.close()
+        gc.collect()
 
 
 def test_a_checkpoint_from_before_the_row_was_counted_is_read_as_none_in_a_row(tmp_path):
