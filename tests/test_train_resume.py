@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from rich.console import Console
 from train_micro import curve, micro_config, write_text
 
@@ -296,6 +297,18 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_the_checkpoint_before(text,
     scripted(lambda step: None)
     assert train(config, tmp_path / "run").step == 24
     assert series(read_metrics(tmp_path / "run"), "loss")[0] == list(range(1, 25))
+
+
+def test_shapes_are_traced_once_a_start(text, tmp_path, scripted, monkeypatch):
+    trace, traced = nnx.eval_shape, []
+    monkeypatch.setattr(nnx, "eval_shape", lambda *arguments: traced.append(arguments) or trace(*arguments))
+    for attention in ("exact", "sagebwd"):
+        config = run_config(text, attention=attention, width=24)  # Of no other test: what compiles is kept.
+        for stop_at in (2, None):
+            scripted(lambda step, at=stop_at: signal.raise_signal(signal.SIGTERM) if step == at else None)
+            traced.clear()
+            train(config, tmp_path / attention)
+            assert len(traced) == 1
 
 
 def test_other_batches_or_another_model_are_refused(text, tmp_path, scripted):

@@ -148,15 +148,15 @@ class _Session:
         self.shards = batch_shards(mesh)
         optimizer = make_optimizer(config.optimizer, config.steps)
         keeps_ema = config.optimizer.ema_decay > 0
-        self.graphdef, shapes = abstract_model(config.model)
-        self.parameters = count_parameters(shapes)
         if checkpoints.latest() is not None:
-            like = abstract_state(config.model, optimizer, keeps_ema=keeps_ema, mesh=mesh)
+            self.graphdef, shapes = abstract_model(config.model)
+            like = abstract_state(shapes, optimizer, keeps_ema=keeps_ema, mesh=mesh)
             self.state, self.progress = checkpoints.restore(like)
         else:
-            _, params = init_model(config.model, config.seed, mesh)
+            self.graphdef, params = init_model(config.model, config.seed, mesh)
             self.state = init_state(params, optimizer, keeps_ema=keeps_ema, mesh=mesh)
             self.progress = Progress(step=0, seconds=0.0, skipped=0)
+        self.parameters = count_parameters(self.state.params)
         self.train_step = make_train_step(
             self.graphdef, optimizer, z_loss=config.optimizer.z_loss, ema_decay=config.optimizer.ema_decay
         )

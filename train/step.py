@@ -46,18 +46,17 @@ def init_model(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> tupl
 
     On a mesh each device makes its own part of them, and the values are those of one device.
     """
-    return abstract_model(config)[0], _make_init(dataclasses.replace(config, attention="exact"), mesh)(
-        jax.random.key(seed)
-    )
+    graphdef, shapes = abstract_model(config)
+    params = _make_init(dataclasses.replace(config, attention="exact"), mesh)(jax.random.key(seed))
+    return graphdef, jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(params))
 
 
 @functools.lru_cache(maxsize=8)
 def _make_init(config: ModelConfig, mesh: Mesh | None) -> Callable[[Any], Any]:
-    """A key -> parameters, compiled once for runs that are alike.
+    """A key -> parameters as a dict, compiled once for runs that are alike.
 
     One program makes any of the blocks: all of them in one would keep XLA busy for most of a minute.
     """
-    shapes = abstract_model(config)[1]
 
     def compiled(build: Callable[[nnx.Rngs], nnx.Module]) -> Callable[..., Any]:
         """(key, count) -> parameters outside of blocks, and the count after them."""
@@ -81,8 +80,7 @@ def _make_init(config: ModelConfig, mesh: Mesh | None) -> Callable[[Any], Any]:
         params, count, blocks = outside(key, jnp.uint32(0))[0], jnp.uint32(1), {}
         for layer in range(config.num_layers):
             blocks[layer], count = block(key, count)
-        params = {**params, "blocks": blocks}
-        return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(params))
+        return {**params, "blocks": blocks}
 
     return init
 
@@ -96,12 +94,10 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, *, keeps_em
     return state._replace(params=params)
 
 
-def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, *, keeps_ema: bool, mesh: Mesh
-) -> TrainState:
-    """Shapes, dtypes and places of a state, to restore one into, without the memory of any."""
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, *, keeps_ema: bool, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and places of the state of such parameters, to restore one into, without the memory of any."""
     make = functools.partial(_fresh_state, optimizer=optimizer, keeps_ema=keeps_ema)
-    shapes = jax.eval_shape(make, abstract_model(config)[1])
+    shapes = jax.eval_shape(make, params)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
