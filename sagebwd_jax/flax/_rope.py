@@ -27,7 +27,8 @@ def apply_rope(
         positions = jnp.arange(x.shape[1])[None]
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies  # [B, T, 1, H/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)
+    sin = jnp.stack([-sin, sin], axis=-2)  # [B, T, 1, 2, H/2]
+    # Halves that are split and joined would each be written to memory; a reversed axis is only read in another order.
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, head_dim // 2)
+    return (halves * cos + halves[..., ::-1, :] * sin).reshape(x.shape).astype(x.dtype)
