@@ -164,8 +164,11 @@ def _check_scores_operand(name, x, dtypes, sizes):
         return None
     x = jnp.asarray(x)
     if x.dtype.name not in dtypes:
-        hint = "; a boolean mask is passed as mask" if name == "bias" and x.dtype == bool else ""
-        raise TypeError(f"{name} has dtype {x.dtype.name}: accepted are {', '.join(dtypes)}{hint}")
+        hints = dict(
+            mask="; sagebwd_jax.flax.attention_fn takes Flax's masks of numbers",
+            bias="; a boolean mask is passed as mask" if x.dtype == bool else "",
+        )
+        raise TypeError(f"{name} has dtype {x.dtype.name}: accepted are {', '.join(dtypes)}{hints[name]}")
     full = sizes.batch, sizes.heads, sizes.queries, sizes.keys
     shape = (1,) * (4 - x.ndim) + x.shape
     if x.ndim > 4 or any(a not in (1, b) for a, b in zip(shape, full, strict=True)):

@@ -106,7 +106,11 @@ REFUSED = {
     "None as is_causal": (dict(is_causal=None), TypeError, ["is_causal=None", "NoneType", "a bool"]),
     "word as return_residual": (dict(return_residual="no"), TypeError, ["return_residual='no'", "str", "a bool"]),
     "mask of integers": (dict(mask=zeros(B, 1, T, S, dtype=jnp.int32)), TypeError, ["mask", "int32", "bool"]),
-    "mask of floats": (dict(mask=zeros(T, S)), TypeError, ["mask", "float32", "bool"]),
+    "mask of floats": (
+        dict(mask=zeros(T, S)),
+        TypeError,
+        ["mask", "float32", "bool", r"sagebwd_jax\.flax\.attention_fn takes"],
+    ),
     "mask of other keys": (
         dict(mask=zeros(B, 1, T, S + 1, dtype=bool)),
         ValueError,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import assert_bitwise, cosine, normal, relative_error
 
-from sagebwd_jax import RESIDUAL_NAMES, SageConfig
+from sagebwd_jax import RESIDUAL_NAMES, SageConfig, attention
 from sagebwd_jax.flax import _adapters, attention_fn
 
 HEADS, WIDTH = 4, 64
@@ -46,15 +46,19 @@ def x_of(*batch, length=65):
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("batch", [(2, 3), ()], ids=str)
-    def test_output_and_gradients_are_those_of_the_default(self, make, batch):
+    # nnx's default takes no mask over several batch axes.
+    @pytest.mark.parametrize(
+        ("batch", "causal_mask"), [((2, 3), False), ((), False), ((2,), True)], ids=["(2, 3)", "()", "causal mask"]
+    )
+    def test_output_and_gradients_are_those_of_the_default(self, make, batch, causal_mask):
         x, weights = x_of(*batch), normal(1, *batch, 65, WIDTH)
+        call = dict(mask=nn.make_causal_mask(x[..., 0])) if causal_mask else {}
         results = []
         for function in (SAGE, None):
             apply, params = make(function) if function else make(*default_of(make))
 
             def loss(params, apply=apply):
-                out = apply(params, x)
+                out = apply(params, x, **call)
                 return jnp.sum(out * weights), out
 
             grads, out = jax.jit(jax.grad(loss, has_aux=True))(params)
@@ -192,6 +196,15 @@ class TestRefused:
         with pytest.raises(NotImplementedError, match="dropout_rate=0.1.*deterministic"):
             apply(params, x_of(1), deterministic=False, **rng)
         assert apply(params, x_of(1), deterministic=True).shape == (1, 65, WIDTH)
+
+    def test_attention_itself(self, make):
+        # What nnx passes more, Python refuses: attention has the parameters of jax.nn and cannot say what to use.
+        apply, params = make(functools.partial(attention, implementation="xla"))
+        message = (
+            "mask has dtype float32.*sagebwd_jax.flax.attention_fn" if make is make_linen else "unexpected keyword"
+        )
+        with pytest.raises(TypeError, match=message):
+            apply(params, x_of(1), mask=nn.make_causal_mask(x_of(1)[..., 0]))
 
     def test_weights_that_are_never_made(self, make):
         apply, params = make(SAGE)
