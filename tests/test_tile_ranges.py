@@ -1,13 +1,14 @@
 """Which tiles the kernels visit: all that hold a score that counts and few others; and which of them need masks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import call_spec, normal
+from helpers import call_spec, make_inputs, normal, relative_error, using
 
 from pallas_kernels import masking
 from pallas_kernels.launch import Tile
-from sagebwd_jax import _masks
+from sagebwd_jax import SageConfig, _masks, attention
 from sagebwd_jax.reference import visible_scores
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -129,3 +130,43 @@ def test_padding_costs_nothing():
     lengths = jnp.array([64, 1024])
     ranges, _ = ranges_and_scores(1024, 1024, 64, 64, False, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
     assert visits(ranges[0]) == N and visits(ranges[1]) == N * 16 * 16
+
+
+@pytest.fixture
+def narrow_ranges(monkeypatch):
+    """Call it, and kernels are told to leave out the last tile of each that they would visit."""
+    tile_ranges = masking.tile_ranges
+
+    def narrowed(*args, **kwargs):
+        ranges = tile_ranges(*args, **kwargs)
+        return jnp.minimum(ranges, jnp.maximum(ranges[..., 3:] - 1, 0))
+
+    def narrow():
+        # Traces made with the true ranges must not be met again, nor these later.
+        jax.clear_caches()
+        monkeypatch.setattr(masking, "tile_ranges", narrowed)
+
+    yield narrow
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("config", [SageConfig(), SageConfig.mixed()], ids=["default", "mixed"])
+def test_kernels_visit_no_other_tiles(narrow_ranges, config):
+    # Narrowed before the backward pass alone: whatever changes then is due to the loop of the kernel that makes it.
+    q, k, v, dout = make_inputs(257, 257, batch=1, heads=2, kv_heads=1, depth=32)
+    bias, dlse = normal(9, 1, 2, 257, 257), jnp.ones((1, 257, 2))
+
+    def call(query, key, value, bias):
+        options = dict(implementation="triton", config=config, local_window_size=100, return_residual=True)
+        return attention(query, key, value, bias, **options)
+
+    with using("triton-interpreted"):
+        out, vjp = jax.vjp(call, q, k, v, bias)
+        gradients = vjp((dout, dlse))
+        narrow_ranges()
+        narrowed = vjp((dout, dlse))
+        fewer = call(q, k, v, bias)
+    for name, got, whole in zip(("dq", "dk", "dv", "dbias"), narrowed, gradients, strict=True):
+        assert relative_error(got, whole) > 0.1, name
+    for name, got, whole in zip(("out", "lse"), fewer, out, strict=True):
+        assert relative_error(jnp.where(jnp.isinf(got), 0.0, got), whole) > 0.01, name
