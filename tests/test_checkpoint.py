@@ -56,10 +56,8 @@ class TestCheckpoint:
             return count_kernels(stacked("triton-interpreted", wrap, **options), *self.inputs(), name=name)
 
     @pytest.mark.parametrize("name", ["nothing-saved", "residuals-saved"])
-    def test_gradients_are_bitwise_equal(self, cpu_implementation, name):
-        got, expected = (
-            jax.jit(stacked(cpu_implementation, CHECKPOINTS[x][0]))(*self.inputs()) for x in (name, "none")
-        )
+    def test_gradients_are_bitwise_equal(self, implementation, name):
+        got, expected = (jax.jit(stacked(implementation, CHECKPOINTS[x][0]))(*self.inputs()) for x in (name, "none"))
         assert_bitwise(list(got), list(expected))
 
     def test_each_name_saves_a_kernel(self):
