@@ -116,7 +116,7 @@ def test_all_kernels_with_masks_fit(gpu, preset, depth, masks):
 # Inputs of other dtypes have other 16-bit operands, and never the kernels for Hopper.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("depth", [32, 64, 128])
+@pytest.mark.parametrize("depth", [32, 64, 128, 256])
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", SHARED_LIMITS)
 def test_any_head_dim_and_dtype_fits_in_shared_memory(gpu, depth, causal, dtype):
@@ -313,11 +313,14 @@ class TestSeveralGpus:
         return out, *vjp(dout)
 
     # At depth 128 the Hopper kernels run, from JAX 0.11 on.
+    @pytest.mark.parametrize(
+        ("spec", "part"), [(P("x"), "1,256,4"), (P(None, None, "x"), "2,256,2")], ids=["batch", "heads"]
+    )
     @pytest.mark.parametrize("depth", [64, 128])
-    def test_plain_jit_gathers_nothing(self, mesh, depth):
-        text = self.compile(mesh, self.both_passes, *[P(None, None, "x")] * 4, depth=depth)
-        # Two of four query heads.
-        assert re.search(rf"\(bf16\[2,256,2,{depth}\][^=]*\) custom-call\([^\n]*sagebwd_forward", text)
+    def test_plain_jit_gathers_nothing(self, mesh, depth, spec, part):
+        text = self.compile(mesh, self.both_passes, *[spec] * 4, depth=depth)
+        # One of two sequences, or two of four query heads.
+        assert re.search(rf"\(bf16\[{part},{depth}\][^=]*\) custom-call\([^\n]*sagebwd_forward", text)
         assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
 
     @pytest.mark.parametrize("depth", [64, 128])
