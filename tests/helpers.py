@@ -71,13 +71,20 @@ class Results(NamedTuple):
     dv: jax.Array
 
 
-def forward_and_backward(implementation, **options):
-    """A jitted (query, key, value, dout) -> Results. A new one a call: its cache must not mix implementations."""
+def forward_and_backward(implementation, *, training=False, **options):
+    """A jitted (query, key, value, dout) -> Results. A new one a call: its cache must not mix implementations.
+
+    With `training` the gradients are those of a call that returns no log-sum-exp: on some GPUs other kernels make them.
+    """
 
     def run(query, key, value, dout):
         with using(implementation) as name:
-            call = functools.partial(attention, implementation=name, return_residual=True, **options)
-            (out, lse), vjp = jax.vjp(call, query, key, value)
+            call = functools.partial(attention, implementation=name, **options)
+            with_lse = functools.partial(call, return_residual=True)
+            if training:
+                out, vjp = jax.vjp(call, query, key, value)
+                return Results(out, with_lse(query, key, value)[1], *vjp(dout))
+            (out, lse), vjp = jax.vjp(with_lse, query, key, value)
             return Results(out, lse, *vjp((dout, jnp.zeros_like(lse))))
 
     return jax.jit(run)

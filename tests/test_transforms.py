@@ -168,31 +168,6 @@ class TestVmap:
         assert relative_error(sage, jax.jacrev(lambda q: exact_attention(q, k, v)[0])(q)) <= 0.03
 
 
-class TestStrides:
-    """Views inside one program: whoever reads a tensor must not assume how it lies in memory."""
-
-    def test_split_of_a_fused_projection(self, implementation):
-        fused = normal(0, 2, 70, 3, 4, 32)
-        dout = normal(1, 2, 70, 4, 32)
-        run = forward_and_backward(implementation)
-        got = jax.jit(lambda x: run(x[:, :, 0], x[:, :, 1], x[:, :, 2], dout))(fused)
-        copies = [jnp.array(fused[:, :, i]) for i in range(3)]
-        assert_bitwise(got, run(*copies, dout))
-
-    def test_heads_first_inputs_and_a_broadcast_cotangent(self, implementation):
-        inputs = [x.swapaxes(1, 2) for x in make_inputs(66, 70, depth=32)[:3]]
-
-        def loss(*inputs):
-            with using(implementation) as name:
-                out = attention(*(x.swapaxes(1, 2) for x in inputs), implementation=name)
-            return out.transpose(3, 0, 2, 1).sum(0).sum()
-
-        got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*inputs)
-        turned = [jnp.array(x.swapaxes(1, 2)) for x in inputs]
-        expected = forward_and_backward(implementation)(*turned, jnp.ones_like(turned[0]))
-        assert_bitwise([x.swapaxes(1, 2) for x in got], [expected.dq, expected.dk, expected.dv])
-
-
 class TestResidual:
     def test_is_the_log_sum_exp_of_jax(self, cpu_implementation):
         q, k, v, dout = make_inputs(130, 140, depth=64)
