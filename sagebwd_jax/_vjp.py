@@ -73,7 +73,18 @@ def _forward(query, key, value, spec):
 
 def _backward(spec, residuals, cotangents):
     dout, dlse = cotangents
-    return _run("backward", spec, residuals, dout, dlse if spec.differentiates_lse else None)
+    return _gradients(spec, residuals, dout, dlse if spec.differentiates_lse else None)
+
+
+def _gradients(spec, residuals, dout, dlse, *visibility, **static):
+    """dQ, dK and dV, and dbias where it is wanted."""
+    if spec.key_length > 1:
+        return _run("backward", spec, residuals, dout, dlse, *visibility, **static)
+    # The softmax of one key is 1 whatever its score, so O's cotangent reaches V alone: dP less delta would leave
+    # rounding. Times 0, so that what is not finite stays so.
+    _, _, dv, *_ = _run("backward", spec, residuals, dout, None, *visibility)
+    dq, dk, _, *dbias = _run("backward", spec, residuals, 0.0 * dout, dlse, *visibility, **static)
+    return dq, dk, dv, *dbias
 
 
 attention_core = jax.custom_vjp(_core, nondiff_argnames=("spec",))
@@ -113,7 +124,7 @@ def _masked_backward(spec, kept, cotangents):
         dout = jnp.zeros(dout.shape, str(dout.dtype))
     if isinstance(dlse, SymbolicZero) or not spec.differentiates_lse:
         dlse = None
-    grads = _run("backward", spec, kept.residuals, dout, dlse, kept.visibility, want_dbias=kept.want_dbias)
+    grads = _gradients(spec, kept.residuals, dout, dlse, kept.visibility, want_dbias=kept.want_dbias)
     if not kept.want_dbias:
         return *grads, None
     # Where devices share a bias, these were made in one place.

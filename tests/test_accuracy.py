@@ -37,12 +37,19 @@ def fields(bounds):
 
 # Where the shapes are those that users reported: plain JAX and, on a GPU, the kernels.
 COMPILED = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+EVERYWHERE = [*COMPILED, "triton-interpreted"]
 
 
 def run(*inputs, config=None, is_causal=False, implementation="xla"):
     """An implementation and exact attention on the same inputs."""
     got = forward_and_backward(implementation, is_causal=is_causal, config=config)(*inputs)
     return got, exact(*inputs, is_causal=is_causal)
+
+
+def heavy_tailed(seed, dtype):
+    """query, key, value and cotangent of Student's t with 3 degrees of freedom."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    return [jax.random.t(key, 3.0, (2, 300, 2, 64)).astype(dtype) for key in keys]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -111,14 +118,21 @@ class TestOutliers:
         assert relative_error(got.out[..., others], expected.out[..., others]) <= 0.022
         assert_cosines(got, expected, out=0.999, dq=0.95, dk=0.95, dv=0.999)
 
-    def test_heavy_tails(self):
-        keys = jax.random.split(jax.random.key(5), 4)
-        inputs = [jax.random.t(key, 3.0, (2, 300, 2, 64)) for key in keys]
-        got, expected = run(*inputs)
-        assert_cosines(got, expected, out=0.99, dq=0.97, dk=0.97, dv=0.99)
+    # dQ and dK lie on either side of 0.99 by the draw and the length (docs/user_cases.md, C13), less so by the dtype.
+    @pytest.mark.parametrize("implementation", EVERYWHERE)
+    @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.99), ("float32", 0.97)])
+    def test_heavy_tails(self, implementation, dtype, bound):
+        got, expected = run(*heavy_tailed(5, dtype), implementation=implementation)
+        assert_cosines(got, expected, out=0.99, dq=bound, dk=bound, dv=0.99)
         for field in ("out", "dq", "dk", "dv"):
-            ratio = jnp.linalg.norm(getattr(got, field)) / jnp.linalg.norm(getattr(expected, field))
-            assert 0.9 < ratio < 1.1, field
+            norms = (jnp.linalg.norm(getattr(x, field).astype(jnp.float32)) for x in (got, expected))
+            assert 0.9 < next(norms) / next(norms) < 1.1, field
+
+    def test_heavy_tails_of_other_draws_with_scores_in_16_bits(self):
+        sage = forward_and_backward("xla", config=SageConfig.precise())
+        for seed in range(4):
+            inputs = heavy_tailed(seed, "bfloat16")
+            assert_cosines(sage(*inputs), exact(*inputs), out=0.99, dq=0.99, dk=0.99, dv=0.99)
 
 
 @pytest.mark.parametrize("implementation", COMPILED)
@@ -177,7 +191,7 @@ class TestShapes:
         assert_usable(*run(*inputs, implementation=implementation))
 
     # As many heads of each kind, heads per key head that are more and fewer than key heads, and one key head.
-    @pytest.mark.parametrize("implementation", [*COMPILED, "triton-interpreted"])
+    @pytest.mark.parametrize("implementation", EVERYWHERE)
     @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (8, 2), (12, 1), (16, 16)])
     def test_grouped_heads(self, implementation, heads, kv_heads):
         q, k, v, dout = make_inputs(257, 257, batch=1, heads=heads, kv_heads=kv_heads, dtype=jnp.bfloat16)
@@ -188,30 +202,34 @@ class TestShapes:
         dk, dv = (x.reshape(*k.shape[:3], heads // kv_heads, k.shape[3]).sum(3) for x in (expected.dk, expected.dv))
         assert_usable(got, expected._replace(dk=dk, dv=dv))
 
-    def test_one_query_against_a_cache(self):
+    @pytest.mark.parametrize("implementation", EVERYWHERE)
+    def test_one_query_against_a_cache(self, implementation):
         q, k, v, dout = make_inputs(1, 333, batch=1, heads=16, kv_heads=16, dtype=jnp.bfloat16)
-        assert_usable(*run(q, k, v, dout))
+        assert_usable(*run(q, k, v, dout, implementation=implementation))
         # Causal is top-left: a lone query is the first, and sees the first key alone.
-        got, _ = run(q, k, v, dout, is_causal=True)
+        got, _ = run(q, k, v, dout, is_causal=True, implementation=implementation)
         assert relative_error(got.out, v[:, :1]) <= 0.01
+        assert relative_error(got.dv[:, :1], dout) <= 0.01
+        assert not got.dk[:, 1:].any() and not got.dv[:, 1:].any()
 
+    @pytest.mark.parametrize("implementation", EVERYWHERE)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("queries", [1, 256])
-    def test_one_key(self, queries):
-        q, k, v, dout = make_inputs(queries, 1, batch=2, heads=2, kv_heads=2, depth=16)
-        q, k, v, dout = 3 * q, 3 * k, 3 * v, 3 * dout
-        got, expected = run(q, k, v, dout)
+    def test_one_key(self, implementation, dtype, queries):
+        inputs = make_inputs(queries, 1, batch=2, heads=1, kv_heads=1, depth=16, dtype=dtype)
+        q, k, v, dout = (3 * x for x in inputs)
+        got, expected = run(q, k, v, dout, implementation=implementation)
         assert relative_error(got.out, jnp.broadcast_to(v, q.shape)) <= 0.01
-        assert relative_error(got.dv, dout.sum(1, keepdims=True)) <= 0.02
-        # Softmax of one key is constant. K less its mean is 0, and so is dQ. Of dK, the sum over dP Q less that over
-        # delta Q, the rounding of V in dP against that in O is left: not the 1e-3 that one would wish for.
-        assert not got.dq.any()
-        uncancelled = jnp.einsum("btnh,bsnh,btnd->bsnd", dout, v, q) / 4
-        assert jnp.linalg.norm(got.dk) <= 0.01 * jnp.linalg.norm(uncancelled)
+        assert relative_error(got.dv, dout.astype(jnp.float32).sum(1, keepdims=True)) <= 0.02
+        # Softmax of one key is constant.
+        assert max(jnp.abs(x).max() for x in (got.dq, got.dk)) <= 1e-3
         assert relative_error(got.lse, expected.lse) <= 0.01
 
-    def test_three_keys(self):
-        q, k, v, dout = make_inputs(256, 3, batch=1, heads=1, kv_heads=1, depth=16)
-        assert_usable(*run(3 * q, 3 * k, v, dout))
+    @pytest.mark.parametrize("implementation", EVERYWHERE)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_three_keys(self, implementation, dtype):
+        q, k, v, dout = make_inputs(256, 3, batch=1, heads=1, kv_heads=1, depth=16, dtype=dtype)
+        assert_usable(*run(3 * q, 3 * k, 3 * v, dout, implementation=implementation))
 
 
 def test_rows_of_p_sum_to_one():

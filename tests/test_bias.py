@@ -118,6 +118,21 @@ def test_bias_of_any_size(implementation):
     assert_within(got, expected, out=0.01, dq=0.02, dk=0.02, dv=0.02, dbias=0.02)
 
 
+def test_bias_of_one_key(cpu_implementation):
+    inputs = make_inputs(66, 1, heads=2, kv_heads=1, depth=16)
+    q, k, _, _ = inputs
+    bias, dlse = normal(1, 2, 2, 66, 1), normal(2, 2, 66, 2)
+    got = attend_and_grads(cpu_implementation, *inputs, bias=bias)
+    # The softmax is constant, and the log-sum-exp is the score.
+    assert not got.dq.any() and not got.dk.any() and not got.dbias.any()
+    got = attend_and_grads(cpu_implementation, *inputs, bias=bias, dlse=dlse)
+    dlse = dlse[..., None]
+    assert relative_error(got.dbias, dlse.swapaxes(1, 2)) <= 1e-6
+    assert relative_error(got.dq, dlse * k / 4) <= 0.03
+    assert relative_error(got.dk, (dlse * q / 4).sum((1, 2), keepdims=True)) <= 0.03
+    assert_within(got, exact(*inputs, bias=bias), out=0.03, dv=0.03)
+
+
 def test_a_bias_that_is_not_finite_shows(implementation):
     q, k, v, dout = make_inputs(66, 70, heads=2, kv_heads=1, depth=16)
     for wrong in (jnp.nan, jnp.inf):

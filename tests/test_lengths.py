@@ -45,9 +45,8 @@ def check(implementation, length, is_causal):
     if length > 1:
         assert_usable(got, expected)
         return
-    # With one key both gradients are 0; dK is what rounding leaves of two equal numbers, see test_one_key.
     assert_within(got, expected, out=0.03, dv=0.08)
-    assert not as_float64(got.dq).any() and abs(as_float64(got.dk)).max() <= 0.05
+    assert not as_float64(got.dq).any() and not as_float64(got.dk).any()
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
