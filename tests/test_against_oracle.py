@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 from helpers import (
     assert_within,
+    attend_and_grads,
     forward_and_backward,
     make_inputs,
+    normal,
     oracle,
     relative_error,
 )
@@ -34,6 +36,8 @@ CASES = {
     "depth-136-causal": (66, 70, (2, 1), 136, "float32", True, SageConfig(), None),
     "depth-192-mixed": (66, 130, (2, 1), 192, "bfloat16", False, SageConfig.mixed(), None),
     "depth-256-precise-causal": (130, 66, (2, 2), 256, "float16", True, SageConfig.precise(), None),
+    "depth-1": (130, 70, (4, 2), 1, "float32", False, SageConfig(), None),
+    "depth-3-causal": (70, 130, (2, 1), 3, "bfloat16", True, SageConfig(), None),
     "shorter-than-a-tile-causal": (7, 5, (6, 3), 16, "float32", True, SageConfig(), None),
     "one-query": (1, 300, (6, 3), 64, "float32", False, SageConfig(), None),
     "one-key-more-than-a-tile": (128, 129, (3, 1), 8, "float32", False, SageConfig(), 0.7),
@@ -123,13 +127,41 @@ def test_a_call_without_batch_axis_is_a_batch_of_one(implementation):
         assert relative_error(x, getattr(batched, name)[0]) == 0, name
 
 
-@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads"])
-def test_empty_axes(implementation, empty):
+def make_empty(empty):
+    """Inputs with an axis of this name that is empty, and the sizes of all four."""
     sizes = dict(batch=2, queries=3, keys=5, heads=4) | {empty: 0}
-    inputs = make_inputs(sizes["queries"], sizes["keys"], batch=sizes["batch"], heads=sizes["heads"], kv_heads=2)
-    got = forward_and_backward(implementation, is_causal=True)(*inputs)
+    batch, queries, keys, heads = sizes.values()
+    return make_inputs(queries, keys, batch=batch, heads=heads, kv_heads=2), (batch, queries, keys, heads)
+
+
+def check_empty(got, inputs):
     for x, like in zip((got.out, got.dq, got.dk, got.dv), (inputs[0], *inputs[:3]), strict=True):
         assert x.shape == like.shape and x.dtype == like.dtype
         assert not x.any()
     assert got.lse.shape == inputs[0].shape[:3]
     assert (got.lse == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads"])
+def test_empty_axes(implementation, empty):
+    inputs, _ = make_empty(empty)
+    check_empty(forward_and_backward(implementation, is_causal=True)(*inputs), inputs)
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys", "heads"])
+def test_empty_axes_with_masks_and_a_bias(cpu_implementation, empty):
+    inputs, (batch, queries, keys, heads) = make_empty(empty)
+    bias = normal(9, batch, heads, queries, keys)
+    masks = dict(
+        mask=jnp.ones((batch, 1, queries, keys), bool),
+        query_seq_lengths=jnp.full(batch, queries),
+        key_value_seq_lengths=jnp.full(batch, keys),
+        query_segment_ids=jnp.zeros((batch, queries), jnp.int32),
+        key_value_segment_ids=jnp.zeros((batch, keys), jnp.int32),
+        local_window_size=2,
+    )
+    for options in ({}, dict(mask=masks["mask"]), masks):
+        got = attend_and_grads(cpu_implementation, *inputs, bias=bias, **options)
+        check_empty(got, inputs)
+        assert got.dbias.shape == bias.shape and not got.dbias.any()
+    check_empty(attend_and_grads(cpu_implementation, *inputs, **masks), inputs)

@@ -14,7 +14,9 @@ from sagebwd_jax.reference import exact_attention
 def test_weights_of_hidden_keys_are_zero(implementation, queries, keys):
     q, k, _, dout = make_inputs(queries, keys, batch=2, heads=2, kv_heads=2, depth=16)
     v = jnp.broadcast_to(jnp.eye(keys, 16)[None, :, None], k.shape)
-    weights = forward_and_backward(implementation, is_causal=True)(q, k, v, dout).out[..., :keys]
+    got = forward_and_backward(implementation, is_causal=True)(q, k, v, dout)
+    assert not got.dk[:, queries:].any() and not got.dv[:, queries:].any()
+    weights = got.out[..., :keys]
     seen = jnp.tri(queries, keys, dtype=bool)[None, :, None, :]
     assert (jnp.where(seen, 0, weights) == 0).all()
     assert (jnp.where(seen, weights, 1) > 1e-3).all()
