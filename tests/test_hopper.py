@@ -234,9 +234,17 @@ class TestResults:
                 queries, keys, batch=2, heads=heads, kv_heads=kv_heads, depth=depth, dtype=jnp.bfloat16
             )
             options = dict(is_causal=is_causal, config=CONFIGS[config])
-            got = forward_and_backward("triton", **options)(*inputs)
+            got = forward_and_backward("triton", training=True, **options)(*inputs)
             expected = oracle(*(x.astype(jnp.float32) for x in inputs), **options)
             assert_within(got, expected, lse=2e-4, **bound(CONFIGS[config], depth))
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_of_a_call_with_log_sum_exp_agree_with_the_oracle(self, is_causal):
+        # At depth 64 its gradients are made by a kernel each.
+        inputs = make_inputs(300, 700, batch=2, heads=4, kv_heads=2, depth=64, dtype=jnp.bfloat16)
+        got = forward_and_backward("triton", is_causal=is_causal)(*inputs)
+        expected = oracle(*(x.astype(jnp.float32) for x in inputs), is_causal=is_causal)
+        assert_within(got, expected, lse=2e-4, **BOUND)
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("depth", [64, 128])
@@ -251,7 +259,7 @@ class TestResults:
             inputs = make_inputs(queries, keys, **sizes)
             options = dict(is_causal=is_causal, config=CONFIGS[config])
             jax.clear_caches()
-            got = forward_and_backward("triton", **options)(*inputs)
+            got = forward_and_backward("triton", training=True, **options)(*inputs)
             expected = oracle(*(x.astype(jnp.float32) for x in inputs), **options)
             assert_within(got, expected, lse=2e-4, **bound(CONFIGS[config], depth))
         jax.clear_caches()
@@ -285,7 +293,7 @@ class TestResults:
     def test_are_as_close_to_exact_attention_as_the_oracle(self, is_causal):
         inputs = make_inputs(1000, 1000, batch=1, heads=4, kv_heads=2, depth=64, dtype=jnp.bfloat16)
         inputs_32 = [x.astype(jnp.float32) for x in inputs]
-        got = forward_and_backward("triton", is_causal=is_causal)(*inputs)
+        got = forward_and_backward("triton", training=True, is_causal=is_causal)(*inputs)
         quantized = oracle(*inputs_32, is_causal=is_causal)
         exact = exact_attention_and_grads(*inputs_32, is_causal=is_causal)
         for name in ("dq", "dk", "dv"):
@@ -298,7 +306,7 @@ class TestResults:
     def test_are_repeatable_and_independent_of_the_batch(self, config, depth, is_causal):
         # At depth 64 blocks of 128 keys add to one dQ: more of them than run at a time must keep their turns.
         inputs = make_inputs(4500, 4500, batch=3, heads=8, kv_heads=4, depth=depth, dtype=jnp.bfloat16)
-        run = forward_and_backward("triton", is_causal=is_causal, config=CONFIGS[config])
+        run = forward_and_backward("triton", training=True, is_causal=is_causal, config=CONFIGS[config])
         whole, again, alone = run(*inputs), run(*inputs), run(*(x[1:2] for x in inputs))
         for name in Results._fields:
             first = np.asarray(getattr(whole, name).astype(jnp.float32))
@@ -310,14 +318,14 @@ class TestResults:
         inputs = make_inputs(300, 300, batch=1, heads=4, kv_heads=2, depth=64, dtype=jnp.bfloat16)
         inputs[0] = inputs[0].at[:, 20:90].set(0).at[:, :, 3].set(0)
         inputs[3] = inputs[3].at[:, 64:200].set(0).at[:, :, 1].set(0)
-        got = forward_and_backward("triton", is_causal=is_causal)(*inputs)
+        got = forward_and_backward("triton", training=True, is_causal=is_causal)(*inputs)
         expected = oracle(*(x.astype(jnp.float32) for x in inputs), is_causal=is_causal)
         assert_within(got, expected, lse=2e-4, **BOUND_QKV)
 
     @pytest.mark.parametrize("power", [-27, 27])
     def test_scale_with_the_cotangent(self, power):
         inputs = make_inputs(300, 300, batch=1, heads=2, kv_heads=2, depth=64, dtype=jnp.bfloat16)
-        run = forward_and_backward("triton", is_causal=True)
+        run = forward_and_backward("triton", training=True, is_causal=True)
         plain, scaled = run(*inputs), run(*inputs[:3], inputs[3] * 2.0**power)
         for name in ("dq", "dk", "dv"):
             assert relative_error(getattr(scaled, name) * 2.0**-power, getattr(plain, name)) < 1e-3, name
@@ -327,7 +335,7 @@ class TestResults:
     @pytest.mark.parametrize("config", ["default", "mixed"])
     def test_keep_what_is_not_finite_in_its_head(self, config, depth, place):
         inputs = make_inputs(256, 256, batch=2, heads=2, kv_heads=2, depth=depth, dtype=jnp.bfloat16)
-        run = forward_and_backward("triton", config=CONFIGS[config])
+        run = forward_and_backward("triton", training=True, config=CONFIGS[config])
         clean = run(*inputs)
         inputs[place] = inputs[place].at[0, 5, 1, 3].set(jnp.nan)
         got = run(*inputs)
