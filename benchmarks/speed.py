@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
@@ -37,8 +36,6 @@ from benchmarks.torch_peers import BACKENDS
 from pallas_kernels import launch
 
 _TORCH_SECONDS = 240
-# Cases that are compiled at a time: one has too few computations for 16 cores.
-TOGETHER = 4
 
 
 class Results:
@@ -107,26 +104,24 @@ def time_job(job: Job, case, method, pass_, inputs, wanted) -> dict:
     return dict(seconds=seconds, max_error=error)
 
 
-def measure_cases(some, methods, results: Results, *, calls=None, threads=None):
-    """Compile every method's passes of some cases at once, then time one after the other."""
-    jobs: dict = {case: {} for case in some}
-    # All are compiled before any is timed: XLA tries variants of its own kernels on the same GPU.
+def measure_case(case, methods, results: Results, *, calls=None, threads=None):
+    """Compile every method's passes at once, then time one after the other."""
+    jobs = {}
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for case, method in itertools.product(some, methods):
+        for method in methods:
             for pass_ in method.passes():
                 count = calls or timing.calls_per_execution(cases.flops(case, pass_))
                 run = contextvars.copy_context().run
-                jobs[case][method, pass_] = pool.submit(run, compile_job, case, method, pass_, count)
-    results.note(f"compiled {sum(map(len, jobs.values()))} computations of {len(some)} cases")
-    for case in some:
+                jobs[method, pass_] = pool.submit(run, compile_job, case, method, pass_, count)
         inputs = draw_inputs(case)
         wanted = exact_head(*(x[0, :, 0] for x in inputs), is_causal=case.causal)
-        for (method, pass_), job in jobs.pop(case).items():
-            try:
-                row = time_job(job.result(), case, method, pass_, inputs, wanted)
-            except Exception as error:  # One failing method must not end the run, whatever it raises.
-                row = dict(error=f"{type(error).__name__}: {str(error)[:300]}")
-            results.add(cases.make_record(case, method.name, pass_, {}, **row))
+    results.note(f"{case}: compiled {len(jobs)} computations")
+    for (method, pass_), job in jobs.items():
+        try:
+            row = time_job(job.result(), case, method, pass_, inputs, wanted)
+        except Exception as error:  # One failing method must not end the run, whatever it raises.
+            row = dict(error=f"{type(error).__name__}: {str(error)[:300]}")
+        results.add(cases.make_record(case, method.name, pass_, {}, **row))
 
 
 def measure_torch(chosen, backends, results: Results):
@@ -204,9 +199,8 @@ def main(arguments=None):
     if backends and not options.dry_run and not options.no_torch:
         measure_torch(chosen, backends, results)
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():
-        for first in range(0, len(chosen), TOGETHER):
-            some = chosen[first : first + TOGETHER]
-            measure_cases(some, [m for m in methods if wants(m.name)], results, **extra)
+        for case in chosen:
+            measure_case(case, [m for m in methods if wants(m.name)], results, **extra)
     print_table(results.rows)
     print(f"\n{len(results.rows)} rows in {path}")
     if options.plots:

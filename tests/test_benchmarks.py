@@ -127,7 +127,7 @@ def test_a_failing_method_is_a_row_and_the_next_still_runs(tmp_path):
     ]
     [case] = cases.make_cases((64,), (32,), (True,), tokens=64, channels=32)
     results = speed.Results(tmp_path / "rows.json", cases.make_provenance("cpu", None))
-    speed.measure_cases([case], chosen, results, calls=2)
+    speed.measure_case(case, chosen, results, calls=2)
     errors = {row["method"]: row["error"] for row in results.rows}
     assert errors["fails"] == "RuntimeError: no such kernel"
     assert "is above 0.02" in errors["wrong"]
