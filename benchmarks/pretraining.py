@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 
@@ -18,12 +19,15 @@ from train.config import PRESETS, AttentionName, TrainConfig
 from train.optimizer import make_optimizer
 from train.step import TrainState, init_model, make_train_step
 
-ATTENTIONS = ("sagebwd", "cudnn", "exact")
+ATTENTIONS = ("sagebwd", "sagebwd mixed", "cudnn", "exact")
 
 
-def prepare(config: TrainConfig, attention: AttentionName, sequences: int):
+def prepare(config: TrainConfig, attention: str, sequences: int):
     """A compiled step, its first state, and a batch of random tokens [1, sequences, T + 1]."""
-    config = config.with_attention(attention)
+    name, _, sage_preset = attention.partition(" ")
+    config = config.with_attention(cast(AttentionName, name))
+    if sage_preset:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, sage_preset=sage_preset))
     graphdef, params = init_model(config.model, seed=0)
     optimizer = make_optimizer(config.optimizer, steps=1000)
     state = TrainState(params, optimizer.init(params))
@@ -32,9 +36,7 @@ def prepare(config: TrainConfig, attention: AttentionName, sequences: int):
     return make_train_step(graphdef, optimizer).lower(state, batch).compile(), state, batch
 
 
-def measure(
-    config: TrainConfig, attentions: Sequence[AttentionName], sequences: int, *, rounds=5, steps=4
-) -> list[dict]:
+def measure(config: TrainConfig, attentions: Sequence[str], sequences: int, *, rounds=5, steps=4) -> list[dict]:
     """One record an attention: median milliseconds of a step, tokens a second, and the loss after the last step."""
     runs = {name: prepare(config, name, sequences) for name in attentions}
     times = {name: [] for name in attentions}
@@ -68,7 +70,7 @@ def main(arguments=None):
     parser.add_argument("--preset", choices=PRESETS, default="325m")
     parser.add_argument("--length", type=int, help="tokens of a sequence; the preset's if not given")
     parser.add_argument("--sequences", type=int, default=4, help="in a step")
-    parser.add_argument("--attention", choices=ATTENTIONS, nargs="+", default=["sagebwd", "cudnn"])
+    parser.add_argument("--attention", choices=ATTENTIONS, nargs="+", default=["sagebwd", "sagebwd mixed", "cudnn"])
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the results")
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
     options = parser.parse_args(arguments)
@@ -80,11 +82,14 @@ def main(arguments=None):
     rows = measure(config, options.attention, options.sequences)
     for row in rows:
         print(
-            f"{options.preset} T={row['length']} {row['attention']:8s} {row['milliseconds']:9.1f} ms a step,"
+            f"{options.preset} T={row['length']} {row['attention']:13s} {row['milliseconds']:9.1f} ms a step,"
             f" {row['tokens_per_second']:10,.0f} tokens/s, loss {row['loss']:.3f}"
         )
     provenance = dict(preset=options.preset, **cases.make_provenance(device, options.commit))
-    path = options.output / f"pretraining_{options.preset}_{records.device_slug(device)}.json"
+    path = (
+        options.output
+        / f"pretraining_{options.preset}_{config.data.sequence_length}_{records.device_slug(device)}.json"
+    )
     records.write_json(path, [{**row, **provenance} for row in rows])
     print(f"{len(rows)} rows in {path}")
 

@@ -15,7 +15,7 @@ METHODS = {
     "cuDNN (JAX)": "cuDNN",
 }
 # Of those measured.
-LENGTHS = (1024, 4096, 8192, 32768)
+LENGTHS = (512, 1024, 4096, 8192, 32768)
 PRESETS = {"`SageConfig()`": "default", "`mixed()`": "mixed", "`precise()`": "precise", "`faithful()`": "faithful"}
 
 
