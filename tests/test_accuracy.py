@@ -222,7 +222,7 @@ class TestShapes:
         assert relative_error(got.out, jnp.broadcast_to(v, q.shape)) <= 0.01
         assert relative_error(got.dv, dout.astype(jnp.float32).sum(1, keepdims=True)) <= 0.02
         # Softmax of one key is constant.
-        assert max(jnp.abs(x).max() for x in (got.dq, got.dk)) <= 1e-3
+        assert not got.dq.any() and not got.dk.any()
         assert relative_error(got.lse, expected.lse) <= 0.01
 
     @pytest.mark.parametrize("implementation", EVERYWHERE)

@@ -45,7 +45,7 @@ SLOW = pytest.mark.slow
 PRESETS = {"default": SageConfig(), "mixed": SageConfig.mixed()}
 # Hopper kernels whose programs stay keep so many bytes of addresses, of what a block begins and ends with, in memory
 # while they are in the block's loop. The loop itself spills nothing.
-STAYS = dict(forward=12, grad_k=4, grad_q=48, grad_qkv=4)
+STAYS = dict(forward=8, grad_k=4, grad_q=48, grad_qkv=4)
 ATTENTION = ("forward", "grad_v", "grad_k", "grad_kv", "grad_q", "grad_qkv")
 
 

@@ -1,10 +1,8 @@
 """The Hopper kernels: which calls they take, and on such a GPU what they give, in bfloat16, which alone they read."""
 
-import collections
 import dataclasses
 import functools
 import importlib
-import itertools
 import re
 
 import jax
@@ -188,38 +186,6 @@ def test_a_block_is_not_asked_to_hold_more_registers_than_it_was_launched_with(r
     assert 128 * sum(registers) <= launched
 
 
-@pytest.mark.parametrize("cores", [2, 5])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("blocks", [(4, 4), (1, 5), (6, 2)], ids=str)
-@pytest.mark.parametrize(("kv_heads", "group"), [(6, 1), (3, 2)])
-def test_no_program_waits_for_its_turn_forever(is_causal, blocks, kv_heads, group, cores):
-    # Each block counts in memory what it has added to a tile of dQ; a program takes the next when it has added to all.
-    kernel = pytest.importorskip("pallas_kernels.hopper.grad_qkv", exc_type=ImportError)
-    of_queries, of_keys = blocks
-    spec = call_spec(128 * of_queries, 128 * of_keys, depth=64, is_causal=is_causal)
-    sizes = kernel._Sizes(2 * of_queries, of_keys, group, tiles.Groups(groups=2, stages=3), spec)
-    dealt = sizes.dealt(1, kv_heads, cores)
-    plan, seen, waiting = dealt.plan, set(), []
-    for program in range(dealt.programs):
-        adds = collections.deque()
-        for number in range(int(dealt.count(program, plan))):
-            block = kernel._Block(sizes, dealt.at(program, jnp.int32(number), plan))
-            seen.add((int(block.head), int(block.block)))
-            for step in range(int(block.steps)):
-                head, tile = block.at(jnp.int32(step))
-                adds.append((int(head), int(tile), int(block.earlier(tile))))
-        waiting.append(adds)
-    assert seen == set(itertools.product(range(kv_heads), range(of_keys)))
-    turns, before = collections.Counter(), -1
-    while turns.total() > before:
-        before = turns.total()
-        for adds in waiting:
-            while adds and turns[adds[0][:2]] == adds[0][2]:
-                turns[adds.popleft()[:2]] += 1
-    assert not any(waiting)
-    assert set(turns) == set(itertools.product(range(kv_heads * group), range(2 * of_queries)))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif("not tiles.available()", reason="needs a Hopper GPU and JAX 0.11")
 class TestResults:
@@ -228,7 +194,7 @@ class TestResults:
     @pytest.mark.parametrize("config", CONFIGS)
     def test_agree_with_the_oracle(self, config, depth, is_causal):
         # A causal query that sees one key has no gradient to compare.
-        shapes = (300, 700, 4, 2), (200, 600, 2, 2), (700, 100, 3, 3), (1, 513, 2, 1)
+        shapes = (300, 700, 4, 2), (200, 1100, 2, 2), (1300, 1200, 2, 1), (700, 100, 3, 3), (1, 513, 2, 1)
         for queries, keys, heads, kv_heads in shapes[: len(shapes) - is_causal]:
             inputs = make_inputs(
                 queries, keys, batch=2, heads=heads, kv_heads=kv_heads, depth=depth, dtype=jnp.bfloat16

@@ -1,5 +1,6 @@
 """Which program of a Hopper launch takes which blocks, and which queries and keys a block's groups have."""
 
+import collections
 import itertools
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels.hopper import tiles
 from pallas_kernels.hopper.blocks import Blocks
 from pallas_kernels.hopper.tiles import GROUP
 
-STEPS = {"equal": [5] * 7, "falling": [9, 7, 5, 3, 1], "one tile": [4], "some without work": [3, 0, 0]}
+STEPS = {"equal": [5] * 7, "falling": [9, 7, 5, 3, 1], "one tile": [4], "some with one": [3, 1, 1]}
 
 
 def make(batch, heads, steps, cores=13, stream_bytes=0):
@@ -118,3 +119,43 @@ def test_multiprocessors_are_those_of_the_described_gpu():
         assert launch.target_cores() == 78
     if jax.devices()[0].platform == "cpu":
         assert launch.target_cores() == 132
+
+
+def adds_of(sizes, dealt, program):
+    """The tiles of dQ (batch, head, tile) that a program adds to in order, and how many blocks must have before."""
+    kernel = pytest.importorskip("pallas_kernels.hopper.grad_qkv", exc_type=ImportError)
+    found, plan = collections.deque(), dealt.plan
+    for number in range(int(dealt.count(program, plan))):
+        block = kernel._Block(sizes, dealt.at(program, jnp.int32(number), plan))
+        for step in range(int(block.steps)):
+            head, tile = block.at(jnp.int32(step))
+            found.append(((int(block.batch), int(head), int(tile)), int(block.earlier(tile))))
+    return found
+
+
+@pytest.mark.parametrize("cores", [2, 5, 12])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("blocks", [(4, 4), (1, 5), (6, 2)], ids=str)
+@pytest.mark.parametrize(("batch", "kv_heads", "group"), [(1, 6, 1), (2, 3, 2), (1, 5, 1)])
+def test_no_program_waits_for_its_turn_forever(is_causal, blocks, batch, kv_heads, group, cores):
+    # Each block counts in memory what it has added to a tile of dQ; a program takes the next when it has added to all.
+    kernel = pytest.importorskip("pallas_kernels.hopper.grad_qkv", exc_type=ImportError)
+    of_queries, of_keys = blocks
+    spec = call_spec(128 * of_queries, 128 * of_keys, depth=64, is_causal=is_causal)
+    sizes = kernel._Sizes(2 * of_queries, of_keys, group, tiles.Groups(groups=2, stages=3), spec)
+    dealt = sizes.dealt(batch, kv_heads, cores)
+    assert dealt.programs <= cores or dealt.programs == dealt.total
+    # No more programs than one team's are on the GPU at a time; they start in their order.
+    resident = dealt.programs // dealt.teams if dealt.programs < dealt.total else 1
+    waiting = [adds_of(sizes, dealt, program) for program in range(dealt.programs)]
+    started, turns, before = waiting[:resident], collections.Counter(), -1
+    while turns.total() > before:
+        before = turns.total()
+        for adds in started:
+            while adds and turns[adds[0][0]] == adds[0][1]:
+                turns[adds.popleft()[0]] += 1
+        started = [adds for adds in started if adds]
+        started += [adds for adds in waiting if adds and adds not in started][: resident - len(started)]
+    assert not any(waiting)
+    assert set(turns) == set(itertools.product(range(batch), range(kv_heads * group), range(2 * of_queries)))
+    assert len(sum(taken(dealt), [])) == len(set(sum(taken(dealt), []))) == batch * kv_heads * of_keys

@@ -58,6 +58,7 @@ class SwiGLU(nnx.Module):
 
     def __init__(self, width: int, ffn_width: int, *, out_init: nnx.Initializer, dtype: Any, rngs: nnx.Rngs):
         options: dict[str, Any] = dict(use_bias=False, dtype=dtype, rngs=rngs)
+        self.dtype = dtype
         self.gate = nnx.Linear(width, ffn_width, **options)
         self.up = nnx.Linear(width, ffn_width, **options)
         self.down = nnx.Linear(ffn_width, width, kernel_init=out_init, **options)
@@ -65,8 +66,8 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Applies the layer to every token."""
         # One product for both, with one pass over what its gradients read. Stacked, channels stay on their devices.
-        kernels = [layer.kernel[...].astype(x.dtype) for layer in (self.gate, self.up)]
-        both = jnp.einsum("btw,wgf->btgf", x, jnp.stack(kernels, axis=1))
+        kernels = [layer.kernel[...].astype(self.dtype) for layer in (self.gate, self.up)]
+        both = jnp.einsum("btw,wgf->btgf", x.astype(self.dtype), jnp.stack(kernels, axis=1))
         return self.down(nnx.silu(both[:, :, 0]) * both[:, :, 1])
 
 

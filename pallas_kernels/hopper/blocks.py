@@ -33,8 +33,11 @@ class Blocks:
     """The blocks of a launch: for each of batch and heads `len(steps)` tiles, of so many steps each.
 
     Attributes:
-      side: how many heads are gone through together, tile by tile; it divides batch * heads.
+      side: how many heads are gone through together, tile by tile; it divides those of a team.
       programs: that take them.
+      teams: of as many programs, of which each has as many heads to itself. Where blocks of a head wait for each other
+        one team must be on the GPU as a whole, not all of them: programs start in their order, and others find room
+        when it has finished.
     """
 
     batch: int
@@ -42,6 +45,7 @@ class Blocks:
     steps: tuple[int, ...]
     side: int
     programs: int
+    teams: int = 1
 
     @classmethod
     def make(cls, batch: int, heads: int, steps: list[int], streams: Sequence[jax.Array], cores: int):
@@ -61,7 +65,7 @@ class Blocks:
     @property
     def plan(self) -> np.ndarray | None:
         """For each program how many blocks it takes and their numbers, int32; None if it takes every n-th."""
-        if len(set(self.steps)) == 1 or self.total > MOST_PLANNED:
+        if (len(set(self.steps)) == 1 and self.teams == 1) or self.total > MOST_PLANNED:
             return None
         return _plan(self)
 
@@ -74,16 +78,8 @@ class Blocks:
     def at(self, program, step, plan_ref):
         """(batch, head, tile) of its block number `step`."""
         tiles = jnp.int32(len(self.steps))
-        if plan_ref is not None:
-            number = plan_ref[program, step + 1]
-            head, tile = lax.div(number, tiles), lax.rem(number, tiles)
-        elif self.side == 1:
-            number = step * self.programs + program
-            head, tile = lax.div(number, tiles), lax.rem(number, tiles)
-        else:
-            number, side = step * self.programs + program, jnp.int32(self.side)
-            some, rest = lax.div(number, side * tiles), lax.rem(number, side * tiles)
-            head, tile = some * side + lax.rem(rest, side), lax.div(rest, side)
+        number = step * self.programs + program if plan_ref is None else plan_ref[program, step + 1]
+        head, tile = lax.div(number, tiles), lax.rem(number, tiles)
         return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
 
 
@@ -92,13 +88,15 @@ def _plan(blocks: Blocks) -> np.ndarray:
     """Each block, in order, goes to the program that has done least: long ones come first, short ones fill the gaps."""
     tiles, side = len(blocks.steps), blocks.side
     taken = [[] for _ in range(blocks.programs)]
-    free = [(0, program) for program in range(blocks.programs)]
-    for first in range(0, blocks.batch * blocks.heads, side):
-        for tile in range(tiles):
-            for head in range(first, first + side):
-                done, program = heapq.heappop(free)
-                taken[program].append(head * tiles + tile)
-                heapq.heappush(free, (done + blocks.steps[tile] + START, program))
+    programs, heads = blocks.programs // blocks.teams, blocks.batch * blocks.heads // blocks.teams
+    for team in range(blocks.teams):
+        free = [(0, team * programs + i) for i in range(programs)]
+        for first in range(team * heads, (team + 1) * heads, side):
+            for tile in range(tiles):
+                for head in range(first, first + side):
+                    done, program = heapq.heappop(free)
+                    taken[program].append(head * tiles + tile)
+                    heapq.heappush(free, (done + blocks.steps[tile] + START, program))
     plan = np.zeros((blocks.programs, 1 + max(map(len, taken))), np.int32)
     for program, numbers in enumerate(taken):
         plan[program, 0] = len(numbers)

@@ -114,7 +114,7 @@ class _Call:
         return inputs, refs[:2], refs[2 : 2 + outputs], dict(zip(held, refs[2 + outputs :], strict=True))
 
     def _first_tile(self, tile):
-        """The first tile of queries that sees keys of a block, known or not."""
+        """The first tile of queries that sees keys of a block, known or not; the last one where none does."""
         if not self.spec.is_causal:
             return 0 if isinstance(tile, int) else jnp.int32(0)
         if isinstance(tile, int):

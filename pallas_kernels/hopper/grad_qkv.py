@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import steps
 from pallas_kernels.hopper import arrays, launch
 from pallas_kernels.hopper.arrays import COLUMNS, down, filled, turned
-from pallas_kernels.hopper.blocks import Blocks, largest_divisor
+from pallas_kernels.hopper.blocks import MOST_PLANNED, Blocks, largest_divisor
 from pallas_kernels.hopper.launch import fetch, matrix
 from pallas_kernels.hopper.tiles import GROUP, Groups
 from pallas_kernels.launch import target_cores
@@ -25,7 +25,10 @@ from sagebwd_jax._config import CallSpec
 
 # Queries of a tile, and the groups that own keys.
 SPAN, OWNERS = 64, 2
-# Registers of a thread of the owners and of the group that makes dQ. With these nothing spills.
+# A team's programs must be on the GPU at once, where another program, or fewer multiprocessors than the call was
+# compiled for, may leave room for a part of all.
+MOST_TEAMS = 4
+# Registers of a thread of the owners and of the group that makes dQ. With these no loop spills.
 OWNER_REGISTERS, SUM_REGISTERS = 184, 112
 # Tiles of dS, and of dQ, that may wait for the next group.
 WAITING = 2
@@ -122,13 +125,17 @@ class _Sizes:
     def dealt(self, batch, kv_heads, cores) -> Blocks:
         """All blocks, in the order that they are taken.
 
-        Of as many heads as run at once they alternate: blocks of one head that start together would wait for their
-        turns, one after another. A block waits for blocks before it alone.
+        Of as many heads as a team runs at once they alternate: blocks of one head that start together would wait for
+        their turns, one after another. A block waits for blocks of its head before it alone, so of its team; where a
+        program takes one block, for programs that began before it.
         """
         steps = [(self.tiles - int(self.first_tile(self.place(i)))) * self.group for i in range(self.blocks)]
-        most = max(cores // self.blocks, 1)
-        side = largest_divisor(kv_heads, most)
-        return Blocks(batch, kv_heads, tuple(steps), side, min(cores, batch * kv_heads * self.blocks))
+        total = batch * kv_heads * self.blocks
+        teams = max(n for n in range(1, MOST_TEAMS + 1) if cores % n == 0 and batch * kv_heads % n == 0)
+        if teams == 1 or not cores < total <= MOST_PLANNED:
+            return Blocks(batch, kv_heads, tuple(steps), side=1, programs=total)
+        side = largest_divisor(batch * kv_heads // teams, max(cores // teams // self.blocks, 1))
+        return Blocks(batch, kv_heads, tuple(steps), side, cores, teams)
 
     def place(self, number):
         """Which block of keys comes so many-th: causal ones begin with the fewest tiles.
