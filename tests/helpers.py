@@ -9,6 +9,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import launch
 from sagebwd_jax import SageConfig, attention
@@ -59,6 +60,10 @@ def using(implementation):
     interpreted = implementation == "triton-interpreted"
     with launch.interpreted() if interpreted else contextlib.nullcontext():
         yield "triton" if interpreted else implementation
+
+
+# Plain JAX and, on a GPU, the kernels.
+COMPILED = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 class Results(NamedTuple):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import (
+    COMPILED,
     assert_cosines,
     assert_finite,
     assert_usable,
@@ -35,8 +36,7 @@ def fields(bounds):
     return dict(zip(("out", "dq", "dk", "dv"), bounds, strict=True))
 
 
-# Where the shapes are those that users reported: plain JAX and, on a GPU, the kernels.
-COMPILED = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
+# Where the shapes are those that users reported.
 EVERYWHERE = [*COMPILED, "triton-interpreted"]
 
 

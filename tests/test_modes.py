@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    COMPILED,
     assert_bitwise,
     assert_usable,
     attend_and_grads,
@@ -28,8 +29,6 @@ from jax import export
 from pallas_kernels import steps
 from sagebwd_jax import _config, attention
 from sagebwd_jax.reference import Attended
-
-COMPILED = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 def loss(query, key, value, implementation="xla", **options):

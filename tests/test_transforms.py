@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    COMPILED,
     as_float64,
     assert_bitwise,
     assert_usable,
@@ -24,8 +25,6 @@ from helpers import (
 
 from sagebwd_jax import SageConfig, attention
 from sagebwd_jax.reference import exact_attention
-
-COMPILED = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
 def loss_of(implementation, dout, **options):

@@ -227,9 +227,7 @@ def hide(x, limit, hidden, *, before=False):
 
 
 def hide_if(edge, x, limit, hidden, *, before=False):
-    """`hide` for tiles where `edge`, known or not."""
-    if isinstance(edge, bool):
-        return hide(x, limit, hidden, before=before) if edge else x
+    """`hide` for tiles where `edge`, which is not known."""
     return lax.cond(edge, lambda x: hide(x, limit, hidden, before=before), lambda x: x, x)
 
 

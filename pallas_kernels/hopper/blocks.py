@@ -33,7 +33,7 @@ class Blocks:
     """The blocks of a launch: for each of batch and heads `len(steps)` tiles, of so many steps each.
 
     Attributes:
-      side: how many heads are gone through together, tile by tile; it divides those of a team.
+      side: how many heads are gone through together, tile by tile, if there is a plan; it divides those of a team.
       programs: that take them.
       teams: of as many programs, of which each has as many heads to itself. Where blocks of a head wait for each other
         one team must be on the GPU as a whole, not all of them: programs start in their order, and others find room
@@ -49,13 +49,9 @@ class Blocks:
 
     @classmethod
     def make(cls, batch: int, heads: int, steps: list[int], streams: Sequence[jax.Array], cores: int):
-        """For `cores` multiprocessors; `streams` are the operands that all tiles of a head read.
-
-        Where all tiles take as long, heads are gone through one by one.
-        """
+        """For `cores` multiprocessors; `streams` are the operands that all tiles of a head read."""
         a_head = sum(x.size * x.dtype.itemsize for x in streams) // (batch * heads)
-        most = 1 if len(set(steps)) == 1 else max(1, CACHE_BYTES // max(a_head, 1))
-        side = largest_divisor(batch * heads, most)
+        side = largest_divisor(batch * heads, max(1, CACHE_BYTES // max(a_head, 1)))
         return cls(batch, heads, tuple(steps), side, min(cores, batch * heads * len(steps)))
 
     @property
