@@ -104,24 +104,25 @@ def time_job(job: Job, case, method, pass_, inputs, wanted) -> dict:
     return dict(seconds=seconds, max_error=error)
 
 
-def measure_case(case, methods, results: Results, *, calls=None, threads=None):
+def measure_case(case, methods, results: Results, *, calls=None, lock=None):
     """Compile every method's passes at once, then time one after the other."""
     jobs = {}
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
         for method in methods:
             for pass_ in method.passes():
                 count = calls or timing.calls_per_execution(cases.flops(case, pass_))
                 run = contextvars.copy_context().run
                 jobs[method, pass_] = pool.submit(run, compile_job, case, method, pass_, count)
+    results.note(f"{case}: compiled {len(jobs)} computations")
+    with timing.alone(lock):
         inputs = draw_inputs(case)
         wanted = exact_head(*(x[0, :, 0] for x in inputs), is_causal=case.causal)
-    results.note(f"{case}: compiled {len(jobs)} computations")
-    for (method, pass_), job in jobs.items():
-        try:
-            row = time_job(job.result(), case, method, pass_, inputs, wanted)
-        except Exception as error:  # One failing method must not end the run, whatever it raises.
-            row = dict(error=f"{type(error).__name__}: {str(error)[:300]}")
-        results.add(cases.make_record(case, method.name, pass_, {}, **row))
+        for (method, pass_), job in jobs.items():
+            try:
+                row = time_job(job.result(), case, method, pass_, inputs, wanted)
+            except Exception as error:  # One failing method must not end the run, whatever it raises.
+                row = dict(error=f"{type(error).__name__}: {str(error)[:300]}")
+            results.add(cases.make_record(case, method.name, pass_, {}, **row))
 
 
 def measure_torch(chosen, backends, results: Results):
@@ -170,6 +171,7 @@ def parse(arguments):
     parser.add_argument("--no-torch", action="store_true", help="leave out PyTorch")
     parser.add_argument("--plots", action="store_true", help="draw bar plots of the rows beside the JSON file")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the results")
+    parser.add_argument("--lock", type=Path, help="file; of all runs that are given it, one times while others compile")
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -197,10 +199,11 @@ def main(arguments=None):
     backends = [name for name in BACKENDS if wants(name)]
     # First: a run that is cut short then has what the others are compared with.
     if backends and not options.dry_run and not options.no_torch:
-        measure_torch(chosen, backends, results)
+        with timing.alone(options.lock):
+            measure_torch(chosen, backends, results)
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():
         for case in chosen:
-            measure_case(case, [m for m in methods if wants(m.name)], results, **extra)
+            measure_case(case, [m for m in methods if wants(m.name)], results, lock=options.lock, **extra)
     print_table(results.rows)
     print(f"\n{len(results.rows)} rows in {path}")
     if options.plots:

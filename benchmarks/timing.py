@@ -7,9 +7,12 @@ divided by the number of calls. At the shapes of `cases.py` one input is 64 MiB 
 of any GPU, so every call reads them from memory.
 """
 
+import contextlib
+import fcntl
 import math
 import statistics
 import time
+from pathlib import Path
 
 import jax
 from jax import lax
@@ -58,3 +61,14 @@ def _execution_times(compiled, inputs, executions):
         jax.block_until_ready(compiled(*inputs))
         times.append(time.perf_counter() - start)
     return times
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None):
+    """While this runs nobody else who was given this file does: programs that compile side by side time one by one."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

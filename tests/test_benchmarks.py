@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import threading
+import time
 from pathlib import Path
 
 import chex
@@ -17,6 +19,7 @@ from benchmarks import (
     costs,
     cuda_tools,
     gpu_targets,
+    masks,
     methods,
     oracle,
     plots,
@@ -133,6 +136,40 @@ def test_a_failing_method_is_a_row_and_the_next_still_runs(tmp_path):
     assert "is above 0.02" in errors["wrong"]
     assert errors["right"] is None
     assert json.loads((tmp_path / "rows.json").read_text()) == results.rows
+
+
+def test_runs_with_one_lock_time_one_by_one(tmp_path):
+    busy, overlaps = threading.Lock(), []
+
+    def time_something():
+        with timing.alone(tmp_path / "lock"):
+            overlaps.append(not busy.acquire(blocking=False))
+            time.sleep(0.05)
+            busy.release()
+
+    threads = [threading.Thread(target=time_something) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == [False] * 4
+
+
+def test_masks_dry_run_checks_each_mask_and_refuses_what_ignores_one(tmp_path, monkeypatch):
+    masks.main(["--dry-run", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "masks_dry_run.json").read_text())
+    assert [row["masks"] for row in rows] == list(masks.MASKS)
+    assert all(row["error"] is None and 0 < row["max_error"] < 0.03 for row in rows)
+
+    def deaf(query, key, value, *, is_causal, **ignored):
+        return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
+
+    monkeypatch.setitem(masks.METHODS, "sagebwd mixed", ("int8", deaf))
+    monkeypatch.setattr(masks, "WINDOW", 64)
+    masks.main(["--dry-run", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "masks_dry_run.json").read_text())
+    wrong = [row["masks"] for row in rows if row["error"]]
+    assert wrong == [name for name in masks.MASKS if name != "none"]
 
 
 def test_speed_refuses_where_there_is_no_gpu(monkeypatch):
