@@ -40,7 +40,7 @@ def loss_sums(
 
     w is 0 where the target is another document's first token, which nothing could predict, and else the sequence's
     weight (1 without row_weights). Logits exist for model.loss_chunk tokens of each sequence at a time, [B, chunk, V]
-    in float32; what the backward pass needs of them is computed while they are there.
+    in model.logits_dtype; what the backward pass needs of them is computed while they are there.
 
     Raises:
       ValueError: model.loss_chunk does not divide T1 - 1 and is below it.
@@ -57,8 +57,17 @@ def loss_sums(
     if model.loss_chunk < targets.shape[1] and targets.shape[1] % model.loss_chunk:
         raise ValueError(f"{targets.shape[1]} tokens are no multiple of loss_chunk={model.loss_chunk}")
     x = model.hidden(model.embed(tokens[:, :-1]), inputs_ids)
-    sums = _output_loss(x, model.embedding[...], targets, weights, (model.loss_chunk, z_loss))
+    settings = _Settings(model.loss_chunk, model.logits_dtype, z_loss)
+    sums = _output_loss(x, model.embedding[...], targets, weights, settings)
     return LossSums(sums.objective, sums.loss, sums.squared_lse, jnp.sum(weights))
+
+
+class _Settings(NamedTuple):
+    """What the sums need besides arrays."""
+
+    chunk: int  # tokens
+    dtype: Any  # of logits in memory
+    z_loss: float  # weight
 
 
 class _Sums(NamedTuple):
@@ -69,24 +78,21 @@ class _Sums(NamedTuple):
     squared_lse: Any
 
 
-def _sums(x: Any, embedding: Any, targets: Any, weights: Any, settings: tuple[int, float]) -> _Sums:
-    """The sums over [B, T] tokens from what the output layer reads; settings are the chunk and the weight of z-loss."""
-    chunk, z_loss = settings
+def _sums(x: Any, embedding: Any, targets: Any, weights: Any, settings: _Settings) -> _Sums:
+    """The sums over [B, T] tokens from what the output layer reads."""
     rows = output_rows(embedding, x.dtype)
 
     def step(sums: _Sums, operands: Any) -> tuple[_Sums, None]:
         x, targets, weights = operands
-        logits = project(x, rows)
-        return _add(sums, _token_losses(logits, targets), weights, z_loss), None
+        logits = project(x, rows, settings.dtype).astype(jnp.float32)
+        return _add(sums, _token_losses(logits, targets), weights, settings.z_loss), None
 
-    return _over_chunks(step, _zero_sums(), chunk, x, targets, weights)[0]
+    return _over_chunks(step, _zero_sums(), settings.chunk, x, targets, weights)[0]
 
 
-def _forward(
-    x: Any, embedding: Any, targets: Any, weights: Any, settings: tuple[int, float]
-) -> tuple[_Sums, tuple[Any, ...]]:
+def _forward(x: Any, embedding: Any, targets: Any, weights: Any, settings: _Settings) -> tuple[_Sums, tuple[Any, ...]]:
     """The sums, and the objective's gradients, which need no second look at the logits: they are linear in its own."""
-    chunk, z_loss = settings
+    z_loss = settings.z_loss
     # What is differentiated comes with whether it is, which is of no use here.
     x, embedding, targets, weights = (arg.value for arg in (x, embedding, targets, weights))
     rows = output_rows(embedding, x.dtype)
@@ -94,7 +100,7 @@ def _forward(
     def step(carry: Any, operands: Any) -> tuple[Any, Any]:
         sums, dembedding = carry
         x, targets, weights = operands
-        logits = project(x, rows)
+        logits = project(x, rows, settings.dtype).astype(jnp.float32)
         nats, lse = _token_losses(logits, targets)
         slope = (weights * (1 + 2 * z_loss * lse))[..., None]
         is_target = targets[..., None] == jnp.arange(logits.shape[-1])
@@ -107,11 +113,11 @@ def _forward(
         return (_add(sums, (nats, lse), weights, z_loss), dembedding), (dx, nats + z_loss * jnp.square(lse))
 
     start = _zero_sums(), jnp.zeros(embedding.shape, jnp.float32)
-    (sums, dembedding), (dx, dweights) = _over_chunks(step, start, chunk, x, targets, weights)
+    (sums, dembedding), (dx, dweights) = _over_chunks(step, start, settings.chunk, x, targets, weights)
     return sums, (dx, dembedding.astype(embedding.dtype), dweights)
 
 
-def _backward(settings: tuple[int, float], residuals: Any, cotangents: _Sums) -> tuple[Any, ...]:
+def _backward(settings: _Settings, residuals: Any, cotangents: _Sums) -> tuple[Any, ...]:
     """The gradients that the forward pass made, times the objective's own."""
     dx, dembedding, dweights = residuals
     for name, value in zip(_Sums._fields[1:], cotangents[1:], strict=True):

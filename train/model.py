@@ -14,6 +14,7 @@ from sagebwd_jax.flax import QKNormAttention, RMSNorm
 
 from .config import AttentionName, ModelConfig, SettingError
 from .mesh import BATCH_AXES, constrain, gather_parameters
+from .swiglu import SwiGLU
 
 EMBEDDING_STD = 0.02
 SAGE_PRESETS = {
@@ -53,24 +54,6 @@ def _sagebwd(config: SageConfig, q: Any, k: Any, v: Any, *, is_causal: bool, seg
     )
 
 
-class SwiGLU(nnx.Module):
-    """(silu(x Wgate) * (x Wup)) Wdown (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, width: int, ffn_width: int, *, out_init: nnx.Initializer, dtype: Any, rngs: nnx.Rngs):
-        options: dict[str, Any] = dict(use_bias=False, dtype=dtype, rngs=rngs)
-        self.dtype = dtype
-        self.gate = nnx.Linear(width, ffn_width, **options)
-        self.up = nnx.Linear(width, ffn_width, **options)
-        self.down = nnx.Linear(ffn_width, width, kernel_init=out_init, **options)
-
-    def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """Applies the layer to every token."""
-        # One product for both, with one pass over what its gradients read. Stacked, channels stay on their devices.
-        kernels = [layer.kernel[...].astype(self.dtype) for layer in (self.gate, self.up)]
-        both = jnp.einsum("btw,wgf->btgf", x.astype(self.dtype), jnp.stack(kernels, axis=1))
-        return self.down(nnx.silu(both[:, :, 0]) * both[:, :, 1])
-
-
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + swiglu(norm(x))."""
 
@@ -107,13 +90,15 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Tokens to next-token logits.
 
-    Parameters are float32, activations ``config.compute_dtype``, logits float32. The embedding is the output layer too.
+    Parameters are float32, activations ``config.compute_dtype``, logits float32 (the loss rounds its own to
+    ``config.logits_dtype``). The embedding is the output layer too.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
         self.recompute = config.recompute
         self.loss_chunk = config.loss_chunk
+        self.logits_dtype = jnp.dtype(config.logits_dtype)
         init = nnx.initializers.normal(EMBEDDING_STD)
         self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.width), jnp.float32))
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
@@ -159,9 +144,9 @@ def output_rows(embedding: Float[Array, "V W"], dtype: Any) -> Float[Array, "V W
     return constrain(embedding.astype(dtype), "tensor", None)
 
 
-def project(x: Float[Array, "B T W"], rows: Float[Array, "V W"]) -> Float[Array, "B T V"]:
-    """float32 logits of every token: its products with the rows of the output layer."""
-    logits = jnp.einsum("btw,vw->btv", x, rows, preferred_element_type=jnp.float32)
+def project(x: Float[Array, "B T W"], rows: Float[Array, "V W"], dtype: Any = jnp.float32) -> Float[Array, "B T V"]:
+    """Logits of every token, rounded to ``dtype``: its products with the rows of the output layer."""
+    logits = jnp.einsum("btw,vw->btv", x, rows, preferred_element_type=dtype)
     return constrain(logits, BATCH_AXES, None, "tensor")
 
 

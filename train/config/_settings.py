@@ -51,6 +51,8 @@ class ModelConfig:
     """Added to the mean square inside every RMS norm (unitless)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and matrix products; parameters, norms, loss and optimizer are float32."""
+    logits_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype the loss keeps logits in for its float32 softmax; at bfloat16, as nanoGPT, half the bytes move (name)."""
     recompute: Literal["none", "all_but_attention", "all"] = "none"
     """What of a layer the backward pass computes again; SageBwd's own residuals are what the second keeps (name)."""
     loss_chunk: int
