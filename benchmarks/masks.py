@@ -130,6 +130,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.masks", description="Device time under masks.")
     parser.add_argument("--lengths", type=int, nargs="+", default=(4096, 8192, 32768), help="lengths to time")
     parser.add_argument("--depths", type=int, nargs="+", default=cases.DEPTHS, help="head dims to time")
+    parser.add_argument("--masks", nargs="+", help="only masks whose name holds one of these")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the results")
     parser.add_argument("--lock", type=Path, help="file; of all runs that are given it, one times while others compile")
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
@@ -147,7 +148,8 @@ def main(arguments=None):
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():
         for case in chosen:
             for mask in MASKS:
-                if _is_dense(mask) and case.length > _DENSE_UP_TO:
+                is_wanted = not options.masks or any(part in mask for part in options.masks)
+                if not is_wanted or (_is_dense(mask) and case.length > _DENSE_UP_TO):
                     continue
                 for row in measure_case(case, mask, methods, lock=options.lock, **extra):
                     rows.append({**row, **provenance})

@@ -97,7 +97,8 @@ def masked_kernels_fit(gpu, preset, depth, masks, **options):
 
 # One kind of masks for each generation, at the depth that is tight; all combinations take minutes.
 @pytest.mark.parametrize(
-    ("gpu", "masks"), [("a100", "segments"), ("rtx4090", "bias"), ("h200", "mask"), ("rtx5090", "window")]
+    ("gpu", "masks"),
+    [("a100", "segments"), ("rtx4090", "bias"), ("h200", "mask"), ("rtx5090", "window"), ("rtx5090", "mask")],
 )
 def test_kernels_with_masks_fit_without_spills(gpu, masks):
     masked_kernels_fit(gpu, "default", 128, masks)

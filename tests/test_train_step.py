@@ -12,6 +12,7 @@ from flax import nnx
 from train_micro import micro_config
 
 from benchmarks import pretraining
+from train import step as step_module
 from train.loss import next_token_loss
 from train.model import Decoder
 from train.optimizer import make_optimizer
@@ -166,3 +167,11 @@ def test_pretraining_times_the_step_of_each_attention(tmp_path):
     assert ours["tokens_per_second"] == pytest.approx(64e3 / ours["milliseconds"])
     # The same parameters and tokens, 24 steps on.
     assert ours["loss"] == pytest.approx(exact["loss"], rel=0.05) and ours["loss"] < 5
+
+
+def test_the_compiler_knows_the_options_that_it_is_given():
+    # It refuses those that it does not, on a CPU too.
+    for options in step_module._COMPILER_OPTIONS.values():
+        assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_option": "0"})(1)

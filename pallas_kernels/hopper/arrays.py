@@ -183,6 +183,35 @@ def _pack_pairs(x, dtype, bits, code, constraints):
     return pack(x)  # pyright: ignore[reportCallIssue]
 
 
+def first_half(x):
+    """The first half of the columns of a tile, which are registers of their own."""
+    rows, columns = x.shape
+    kind = plgpu.ShapeDtypeStruct((rows, columns // 2), x.dtype, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=kind)
+    def take(_, x):
+        shape = mgpu.WGMMA_LAYOUT.registers_shape(kind.shape)
+        registers = x.registers.reshape(-1)[: np.prod(shape)].reshape(shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+    return take(x)  # pyright: ignore[reportCallIssue]
+
+
+def and_zeros(x):
+    """A left operand of INT8 products with as many columns of zeros after its own."""
+    rows, columns = x.shape
+    kind = plgpu.ShapeDtypeStruct((rows, 2 * columns), x.dtype, layout=plgpu.Layout.WGMMA_8BIT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_8BIT,), return_type=kind)
+    def append(_, x):
+        zero = llvm.mlir_zero(x.registers.flat[0].type)
+        registers = np.concatenate([x.registers.reshape(-1), np.full(x.registers.size, zero, dtype=object)])
+        registers = registers.reshape(mgpu.WGMMA_LAYOUT_8BIT.registers_shape(kind.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
+
+    return append(x)  # pyright: ignore[reportCallIssue]
+
+
 def row_numbers():
     """0 to GROUP - 1, in the layout of a tile's rows."""
     return plgpu.broadcasted_iota(jnp.int32, (GROUP,), 0, layout=ROWS)

@@ -89,7 +89,6 @@ def _compute(call, index, here, base, following, *refs):
     b, kv = at[0], call.key_head(at[1])
     launch.wait(own.at[index])
     row_scale = arrays.load_vector(q_scale_own.at[index, 0], ROWS)
-    shape = (GROUP, span)
 
     def scores(j):
         slot = slot_of(base + j, layout)
@@ -99,6 +98,7 @@ def _compute(call, index, here, base, following, *refs):
         return s
 
     def probabilities(j, s, peak, shift, total, *, edge):
+        shape = s.shape
         scale = row_scale * k_scale_ref[b, kv, lax.div(j * span, jnp.int32(spec.config.block_k))]
         scale, s = jnp.where(scale == 0, TINY_SCALE, scale), s.astype(jnp.float32)
         if edge:
@@ -109,9 +109,11 @@ def _compute(call, index, here, base, following, *refs):
         total = total * keep + p.sum(axis=1)
         return arrays.round_to_int8(p), keep, peak, new_shift, total
 
-    def body(j, carry, *, edge, s=None):
+    def body(j, carry, *, edge, s=None, half=False):
         out, *rest = carry
-        p_int8, keep, *rest = probabilities(j, scores(j) if s is None else s, *rest, edge=edge)
+        s = scores(j) if s is None else s
+        p_int8, keep, *rest = probabilities(j, arrays.first_half(s) if half else s, *rest, edge=edge)
+        p_int8 = arrays.and_zeros(p_int8) if half else p_int8
         slot = slot_of(base + j, layout)
         launch.wait(v_full.at[slot])
         tile_out = arrays.product(p_int8, turned(v_ring.at[slot]))
@@ -137,7 +139,11 @@ def _compute(call, index, here, base, following, *refs):
     carry = filled((GROUP, depth), 0.0), nothing, nothing, filled((GROUP,), 0.0, ROWS)
     if layout.ahead:
         s, *carry = lax.fori_loop(jnp.int32(0), count - 1, body_ahead, (scores(jnp.int32(0)), *carry))
-        carry = body(last_of(count), carry, edge=hides(spec, span), s=s)
+        last = functools.partial(body, last_of(count), edge=hides(spec, span))
+        # Half of the groups that see their own keys last see no more than the first half of that tile.
+        is_half = jnp.minimum(first + GROUP, spec.key_length) - (count - 1) * span <= span // 2
+        halves = functools.partial(last, half=True), last
+        s, *carry = lax.cond(is_half, *(lambda s, carry, f=f: (s, *f(carry, s=s)) for f in halves), s, tuple(carry))
     else:
         carry = over_keys(body, carry, count, span, spec=spec)
     out, _, shift, total = carry
