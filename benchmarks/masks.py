@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, records, timing
-from benchmarks.oracle import max_error
+from benchmarks.oracle import exact_head, max_error
 from benchmarks.speed import draw_inputs
 from pallas_kernels import launch
 from sagebwd_jax import SageConfig, attention
-from sagebwd_jax.reference import exact_attention_and_grads
 
 WINDOW = 1024
 METHODS = {
@@ -84,12 +83,17 @@ def both_passes(attend, masks: dict) -> Callable:
 
 def exact(inputs, masks: dict):
     """(O, dQ, dK, dV) in float32 of the first head of the first sequence."""
-    first = {
-        name: value if not isinstance(value, jax.Array) else value[:1, :1] if value.ndim == 4 else value[:1]
-        for name, value in masks.items()
+    window, dense = (
+        masks.get("local_window_size"),
+        {name: masks[name][0, 0] for name in ("mask", "bias") if name in masks},
+    )
+    rows = {
+        new: masks[old][0]
+        for new, old in {"segments": "query_segment_ids", "key_length": "key_value_seq_lengths"}.items()
+        if old in masks
     }
-    results = exact_attention_and_grads(*(x[:1, :, :1] for x in inputs), is_causal=True, **first)
-    return [x[0, :, 0] for x in (results.out, results.dq, results.dk, results.dv)]
+    first = (x[0, :, 0] for x in inputs)
+    return exact_head(*first, is_causal=True, window=window and window[0], **dense, **rows)
 
 
 def measure_case(case, mask: str, methods, *, calls=None, lock=None):

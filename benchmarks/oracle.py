@@ -12,9 +12,15 @@ from jax import lax
 _BLOCK = 512
 
 
-@functools.partial(jax.jit, static_argnames="is_causal")
-def exact_head(query, key, value, dout, *, is_causal):
-    """(O, dQ, dK, dV), float32, of one head: all arrays are [length, depth], the scale is 1/sqrt(depth)."""
+@functools.partial(jax.jit, static_argnames=("is_causal", "window"))
+def exact_head(
+    query, key, value, dout, *, is_causal, window=None, segments=None, key_length=None, mask=None, bias=None
+):
+    """(O, dQ, dK, dV), float32, of one head: all arrays are [length, depth], the scale is 1/sqrt(depth).
+
+    Queries see so many keys before them (`window`), keys of their own segment [length], keys before `key_length`, and
+    where a mask [length, length] says so; a bias of that shape is added. Each must see one.
+    """
     q, k, v, do = (x.astype(jnp.float32) for x in (query, key, value, dout))
     length, depth = q.shape
     block, scale = min(_BLOCK, length), depth**-0.5
@@ -22,9 +28,16 @@ def exact_head(query, key, value, dout, *, is_causal):
 
     def step(sums, rows):
         first, q, do = rows
-        s = scale * dot(q, k.T)
-        if is_causal:
-            s = jnp.where(first + jnp.arange(block)[:, None] >= jnp.arange(length)[None, :], s, -jnp.inf)
+        s, queries, keys = scale * dot(q, k.T), first + jnp.arange(block)[:, None], jnp.arange(length)[None, :]
+        if bias is not None:
+            s = s + lax.dynamic_slice_in_dim(bias, first, block).astype(jnp.float32)
+        seen = [] if key_length is None else [keys < key_length]
+        seen += [queries >= keys] if is_causal else []
+        seen += [] if window is None else [keys >= queries - window]
+        seen += [] if segments is None else [segments[queries] == segments[keys]]
+        seen += [] if mask is None else [lax.dynamic_slice_in_dim(mask, first, block)]
+        for visible in seen:
+            s = jnp.where(visible, s, -jnp.inf)
         p = jax.nn.softmax(s, axis=-1)
         out = dot(p, v)
         ds = p * (dot(do, v.T) - jnp.sum(do * out, axis=-1, keepdims=True))

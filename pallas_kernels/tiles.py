@@ -199,10 +199,12 @@ def _find(kernel, spec, depth, span, visibility) -> Tile:
     has_bias = visibility.bias is not None
     # With that many channels, two stages of a tile with a bias, or of 16-bit Q and K, are more than GPUs have.
     stages = 1 if depth > 128 and (has_bias or spec.keeps_16_bits("qk")) else 2
+    tile = _with_masks(tile, owns_keys, has_bias, stages)
     if owns_keys and visibility.mask is not None and _nearest(target_capability()) == (12, 0):
         # An INT8 mask that comes through a pipeline is turned by ldmatrix.trans.b8, which LLVM, fatally, has not there.
-        stages = 1
-    return _with_masks(tile, owns_keys, has_bias, stages)
+        # Without one a large tile spills.
+        tile = dataclasses.replace(tile, block_k=min(64, tile.block_k), num_warps=8, num_stages=1)
+    return tile
 
 
 def _with_masks(tile, owns_keys, has_bias, most_stages) -> Tile:

@@ -90,12 +90,14 @@ def test_repeated_calls_really_run_and_keep_their_inputs():
     np.testing.assert_array_equal(result, np.ones(3))
 
 
-def test_the_blockwise_oracle_is_the_dense_one():
-    shape = (1, 1024, 1, 16)
-    inputs = [jax.random.normal(jax.random.key(i), shape) for i in range(4)]
-    dense = exact_attention_and_grads(*inputs, is_causal=True)
+@pytest.mark.parametrize("mask", masks.MASKS)
+def test_the_blockwise_oracle_is_the_dense_one(mask):
+    case = cases.Case(depth=16, length=2048, causal=True, batch=1, heads=1)
+    inputs = [jax.random.normal(jax.random.key(i), case.shape) for i in range(4)]
+    options = masks.MASKS[mask](case)
+    dense = jax.jit(lambda *x: exact_attention_and_grads(*x, is_causal=True, **options))(*inputs)
     wanted = [x[0, :, 0] for x in (dense.out, dense.dq, dense.dk, dense.dv)]
-    got = oracle.exact_head(*(x[0, :, 0] for x in inputs), is_causal=True)
+    got = masks.exact(inputs, options)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 

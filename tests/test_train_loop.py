@@ -6,6 +6,7 @@ import itertools
 import resource
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from rich.console import Console
 from train_micro import micro_config, write_text
 
 from train import __main__ as program
+from train import log as log_module
 from train import loop
 from train.compare import compare, compare_runs, loss_table, relative_gap, runs_table
 from train.config import SettingError, TrainConfig
@@ -205,6 +207,27 @@ def test_mfu_is_the_share_of_the_peak_that_is_given(text, tmp_path, scripted):
     flops = 6 * parameters + 6 * 6 * 8 * 24
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e9)
     assert [record["mfu"] for record in read_metrics(result.run_dir) if "mfu" in record][0] is None
+
+
+def test_speed_where_the_device_has_run_out_of_steps_is_that_of_all_since_the_clock_started(monkeypatch):
+    # Steps take a second; dispatching the next holds up a record for 0.6 s, but where none is dispatched.
+    now, written = [0.0], []
+    monkeypatch.setattr(log_module.time, "perf_counter", lambda: now[0])
+    writer = types.SimpleNamespace(write=written.append)
+    progress = log_module.progress_bar(None, is_shown=False)
+    config = micro_config(tokens_per_step=96, steps=8)
+    log = log_module.StepLog(config, writer, progress, log_module.Speed(1.0, None))
+    metrics = StepMetrics(np.float32(1), np.float32(1))
+    for time, step, is_idle in [(11.6, 1, False), (12.6, 2, False), (13.0, 3, True)]:
+        now[0] = time
+        log.record(step, metrics, is_idle=is_idle)
+    now[0] = 20.0
+    log.restart_clock(3)
+    for time, step, is_idle in [(21.6, 4, False), (22.6, 5, False), (23.0, 6, True)]:
+        now[0] = time
+        log.record(step, metrics, is_idle=is_idle)
+    seconds = [record["step_seconds"] for record in written]
+    assert seconds == [None, *map(pytest.approx, [1.0, 0.7, 1.6, 1.0, 1.0])]
 
 
 @pytest.mark.parametrize("line", ["noise", "3", '{"loss": 1.0}'])

@@ -54,13 +54,17 @@ class StepLog:
         self._start = time.perf_counter() - seconds
         self._first_step, self._last_step = step + 1, step
         self._last_time: float | None = None  # None until the step that compiles is done
+        self._idle_step, self._idle_time = step, self._last_time  # where the clock started
 
     def seconds(self) -> float:
         """Of training so far, over all starts."""
         return time.perf_counter() - self._start
 
-    def record(self, step: int, metrics: StepMetrics) -> None:
+    def record(self, step: int, metrics: StepMetrics, *, is_idle: bool = False) -> None:
         """One step's metrics; waits for the device.
+
+        Where a step was dispatched before, that has taken a part of its time, and the speed is right between records
+        that are alike. With `is_idle` none was: the speed is then that of all steps since the clock started.
 
         Raises:
           NonFiniteLossError: by choice at the first that is not finite, or else after too many in a row.
@@ -78,9 +82,9 @@ class StepLog:
         self._progress.update(self._task, completed=step, loss=f"{loss:.4f}")
         if is_finite and step % self._config.log_every and step not in (1, self._config.steps):
             return
-        rate = None
-        if self._last_time is not None:
-            rate = (step - self._last_step) * self._config.tokens_per_step / (now - self._last_time)
+        rate, since = None, (self._idle_step, self._idle_time) if is_idle else (self._last_step, self._last_time)
+        if since[1] is not None and step > since[0]:
+            rate = (step - since[0]) * self._config.tokens_per_step / (now - since[1])
             self._progress.update(self._task, speed=f"{rate:,.0f}")
         self._write(
             step,
@@ -94,6 +98,8 @@ class StepLog:
             skipped=self.skipped,
         )
         self._last_step, self._last_time = step, now
+        if self._idle_time is None:
+            self._idle_step, self._idle_time = step, now
 
     def record_held_out(self, step: int, loss: float) -> None:
         """A held-out loss; its time does not count as training speed."""
@@ -111,6 +117,7 @@ class StepLog:
         """Leaves the time since the last record out of the speed."""
         self._last_step = step
         self._last_time = time.perf_counter() if step >= self._first_step else None
+        self._idle_step, self._idle_time = step, self._last_time
 
     def _check(self, name: str, value: float, step: int) -> bool:
         """Whether a value is finite; stops the run if it should."""

@@ -194,13 +194,13 @@ class _Session:
                 is_stopped = stop.is_made(step)
                 due = self._due(step, is_stopped)
                 if any(due):
-                    log.record(step, pending)
+                    log.record(step, pending, is_idle=True)
                     pending = None
                     self._do(due, step, log)
                 if is_stopped:
                     break
         if pending is not None:
-            log.record(step, pending)
+            log.record(step, pending, is_idle=True)
         self.checkpoints.wait()
         return step
 
