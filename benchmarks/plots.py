@@ -62,7 +62,7 @@ def _draw_bars(panel, rows):
         speed = {row["length"]: row["tflops"] for row in rows if row["method"] == method}
         places = [lengths.index(t) + (i - (len(methods) - 1) / 2) * width for t in speed]
         bars = panel.bar(places, list(speed.values()), width, label=method, color=_COLOURS.get(method))
-        panel.bar_label(bars, fmt="%.0f", fontsize=5, padding=1)
+        panel.bar_label(bars, fmt="%.0f", fontsize=5, padding=1, rotation=90)
     panel.set_xticks(range(len(lengths)), [f"{t // 1024}K" if t % 1024 == 0 else str(t) for t in lengths])
     panel.set_xlabel("sequence length", fontsize=8)
     panel.set_ylabel("TFLOP/s", fontsize=8)
