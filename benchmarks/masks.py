@@ -70,12 +70,11 @@ def _is_dense(mask):
     return "T, S" in mask
 
 
-def both_passes(attend, masks: dict) -> Callable:
-    """(query, key, value, dout, arrays) -> (O, dQ, dK, dV), causal and under the masks, whose arrays are arguments."""
-    fixed = {name: value for name, value in masks.items() if not isinstance(value, jax.Array)}
+def both_passes(attend, numbers: dict) -> Callable:
+    """(query, key, value, dout, arrays) -> (O, dQ, dK, dV), causal and under the masks that both make up."""
 
     def run(query, key, value, dout, arrays):
-        out, vjp = jax.vjp(functools.partial(attend, is_causal=True, **fixed, **arrays), query, key, value)
+        out, vjp = jax.vjp(functools.partial(attend, is_causal=True, **numbers, **arrays), query, key, value)
         return (out, *vjp(dout))
 
     return run
@@ -98,25 +97,30 @@ def exact(inputs, masks: dict):
 
 def measure_case(case, mask: str, methods, *, calls=None, lock=None):
     """A record for every method."""
-    masks = MASKS[mask](case)
-    arrays = {name: value for name, value in masks.items() if isinstance(value, jax.Array)}
-    shapes = [*[jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)] * 4, jax.eval_shape(lambda: arrays)]
+    numbers, shapes = {}, [jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)] * 4
+
+    def make_arrays():
+        masks = MASKS[mask](case)
+        numbers.update({name: value for name, value in masks.items() if not isinstance(value, jax.Array)})
+        return {name: value for name, value in masks.items() if name not in numbers}
+
+    array_shapes = jax.eval_shape(make_arrays)
     count = calls or timing.calls_per_execution(cases.flops(case, "forward+backward"))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         jobs = {
             name: pool.submit(
                 contextvars.copy_context().run,
                 timing.compile_repeated,
-                both_passes(METHODS[name][1], masks),
-                shapes,
+                both_passes(METHODS[name][1], numbers),
+                [*shapes, array_shapes],
                 count,
             )
             for name in methods
             if not (name == "cuDNN" and mask in _NOT_CUDNN)
         }
     with timing.alone(lock):
-        inputs = draw_inputs(case)
-        wanted = exact(inputs, masks)
+        inputs, arrays = draw_inputs(case), make_arrays()
+        wanted = exact(inputs, numbers | arrays)
         for name, job in jobs.items():
             try:
                 seconds, results = timing.time_compiled(job.result(), (*inputs, arrays), count)
