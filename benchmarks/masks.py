@@ -138,12 +138,15 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.masks", description="Device time under masks.")
     parser.add_argument("--lengths", type=int, nargs="+", default=(4096, 8192, 32768), help="lengths to time")
     parser.add_argument("--depths", type=int, nargs="+", default=cases.DEPTHS, help="head dims to time")
-    parser.add_argument("--masks", nargs="+", help="only masks whose name holds one of these")
+    parser.add_argument("--masks", nargs="+", help=f"only masks whose name holds one of these: {', '.join(MASKS)}")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the results")
-    parser.add_argument("--lock", type=Path, help="file; of all runs that are given it, one times while others compile")
+    parser.add_argument("--lock", type=Path, help=timing.LOCK_HELP)
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    chosen_masks = [name for name in MASKS if any(part.lower() in name.lower() for part in options.masks or [""])]
+    if not chosen_masks:
+        parser.error(f"--masks {' '.join(options.masks)}: none of {', '.join(MASKS)} holds that")
     device = jax.devices()[0]
     if not options.dry_run and device.platform != "gpu":
         sys.exit(f"benchmarks.masks times an NVIDIA GPU; JAX's default device here is {device.device_kind!r}")
@@ -155,9 +158,8 @@ def main(arguments=None):
     path = options.output / f"masks_{'dry_run' if options.dry_run else records.device_slug(device.device_kind)}.json"
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():
         for case in chosen:
-            for mask in MASKS:
-                is_wanted = not options.masks or any(part in mask for part in options.masks)
-                if not is_wanted or (_is_dense(mask) and case.length > _DENSE_UP_TO):
+            for mask in chosen_masks:
+                if _is_dense(mask) and case.length > _DENSE_UP_TO:
                     continue
                 for row in measure_case(case, mask, methods, lock=options.lock, **extra):
                     rows.append({**row, **provenance})

@@ -171,7 +171,7 @@ def parse(arguments):
     parser.add_argument("--no-torch", action="store_true", help="leave out PyTorch")
     parser.add_argument("--plots", action="store_true", help="draw bar plots of the rows beside the JSON file")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the results")
-    parser.add_argument("--lock", type=Path, help="file; of all runs that are given it, one times while others compile")
+    parser.add_argument("--lock", type=Path, help=timing.LOCK_HELP)
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

@@ -20,6 +20,7 @@ from jax import lax
 # A guess of the speed, to choose how many calls make up one execution; being wrong costs time, not truth.
 _GUESSED_FLOPS_PER_SECOND = 4e14
 _SECONDS_PER_EXECUTION = 0.03
+LOCK_HELP = "file; of all runs that are given it one times while others compile; each needs an --output of its own"
 
 
 def calls_per_execution(flops: float) -> int:
@@ -69,6 +70,7 @@ def alone(lock: Path | None):
     if lock is None:
         yield
         return
-    with lock.open("w") as file:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

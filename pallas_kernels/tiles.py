@@ -202,8 +202,9 @@ def _find(kernel, spec, depth, span, visibility) -> Tile:
     tile = _with_masks(tile, owns_keys, has_bias, stages)
     if owns_keys and visibility.mask is not None and _nearest(target_capability()) == (12, 0):
         # An INT8 mask that comes through a pipeline is turned by ldmatrix.trans.b8, which LLVM, fatally, has not there.
-        # Without one a large tile spills.
-        tile = dataclasses.replace(tile, block_k=min(64, tile.block_k), num_warps=8, num_stages=1)
+        # Without one fewer warps spill more, but at depth 64 with a bias.
+        warps = tile.num_warps if has_bias and depth <= 64 else 8
+        tile = dataclasses.replace(tile, block_k=min(64, tile.block_k), num_warps=warps, num_stages=1)
     return tile
 
 

@@ -158,6 +158,8 @@ def test_runs_with_one_lock_time_one_by_one(tmp_path):
 
 
 def test_masks_dry_run_checks_each_mask_and_refuses_what_ignores_one(tmp_path, monkeypatch):
+    # Of 256 tokens.
+    monkeypatch.setattr(masks, "WINDOW", 64)
     masks.main(["--dry-run", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "masks_dry_run.json").read_text())
     assert [row["masks"] for row in rows] == list(masks.MASKS)
@@ -167,11 +169,16 @@ def test_masks_dry_run_checks_each_mask_and_refuses_what_ignores_one(tmp_path, m
         return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
 
     monkeypatch.setitem(masks.METHODS, "sagebwd mixed", ("int8", deaf))
-    monkeypatch.setattr(masks, "WINDOW", 64)
     masks.main(["--dry-run", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "masks_dry_run.json").read_text())
     wrong = [row["masks"] for row in rows if row["error"]]
     assert wrong == [name for name in masks.MASKS if name != "none"]
+
+
+def test_masks_that_are_not_there_are_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        masks.main(["--dry-run", "--masks", "stripes"])
+    assert "--masks stripes: none of none, window of 1024, " in capsys.readouterr().err
 
 
 def test_speed_refuses_where_there_is_no_gpu(monkeypatch):

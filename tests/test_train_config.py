@@ -69,6 +69,12 @@ def test_json_with_an_unknown_or_missing_setting_is_refused(section):
         TrainConfig.from_json(json.dumps(values))
 
 
+def test_json_of_a_run_without_a_later_setting_is_what_the_run_did():
+    values = json.loads(PRESETS["124m"].to_json())
+    assert values["model"].pop("logits_dtype") == "bfloat16"
+    assert TrainConfig.from_json(json.dumps(values)).model.logits_dtype == "float32"
+
+
 def test_tokens_per_step_is_micro_batch_times_length_times_accumulation():
     assert micro_config().accumulation(1) == 1
     config = micro_config(tokens_per_step=4 * 24 * 6)

@@ -81,6 +81,8 @@ def make_runs(folder):
     interrupt_at.clear()
     found["moved"] = run("moved", "data=2,fsdp=2,tensor=2", ema_decay=0.5)
     found["sagebwd"] = run("sagebwd", "data=2,fsdp=2,tensor=2", attention="sagebwd", health_every=STEPS)
+    rounded = dict(compute_dtype="bfloat16", logits_dtype="bfloat16")
+    found["rounded"] = run("rounded", "data=2,fsdp=2,tensor=2", **rounded)
     health = read_metrics(folder / "sagebwd")[-1]
     found["health"] = {name: value for name, value in health.items() if isinstance(value, list)}
     gathers = [re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* all-gather(?:-start)?\(", program) for program in programs]
@@ -120,10 +122,16 @@ def test_sagebwd_attends_on_every_device_for_itself(found):
 
 
 @pytest.mark.slow
+def test_in_16_bits_losses_are_near_those_of_one_device(found):
+    np.testing.assert_allclose(found["rounded"]["loss"], found["one"]["loss"], rtol=1e-2)
+    assert found["rounded"]["loss"] != found["one"]["loss"]
+
+
+@pytest.mark.slow
 def test_only_parameters_are_gathered(found):
-    """Five compiled steps; what they gather are whole matrices along fsdp, and nothing that has a sequence's length."""
-    assert len(found["gathered"]) == 5
-    on_fsdp = found["gathered"][1] + found["gathered"][3] + found["gathered"][4]
+    """Six compiled steps; what they gather are whole matrices along fsdp, and nothing that has a sequence's length."""
+    assert len(found["gathered"]) == 6
+    on_fsdp = sum((found["gathered"][i] for i in (1, 3, 4, 5)), [])
     sizes = {40 * 56, 40 * 8 * 10, 40 * 4 * 10, 256 * 40}
     tensor_halves = {size // 2 for size in sizes}
     assert {math.prod(shape) for shape in on_fsdp} <= sizes | tensor_halves

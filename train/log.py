@@ -64,7 +64,8 @@ class StepLog:
         """One step's metrics; waits for the device.
 
         Where a step was dispatched before, that has taken a part of its time, and the speed is right between records
-        that are alike. With `is_idle` none was: the speed is then that of all steps since the clock started.
+        that are alike. With `is_idle` none was: the speed is then that of all steps since the clock started, but for
+        what a first record, from which it starts, takes of the second step.
 
         Raises:
           NonFiniteLossError: by choice at the first that is not finite, or else after too many in a row.
@@ -83,7 +84,7 @@ class StepLog:
         if is_finite and step % self._config.log_every and step not in (1, self._config.steps):
             return
         rate, since = None, (self._idle_step, self._idle_time) if is_idle else (self._last_step, self._last_time)
-        if since[1] is not None and step > since[0]:
+        if since[1] is not None:
             rate = (step - since[0]) * self._config.tokens_per_step / (now - since[1])
             self._progress.update(self._task, speed=f"{rate:,.0f}")
         self._write(

@@ -121,7 +121,8 @@ def make_train_step(
     ``step(state, tokens, segment_ids=None)`` of [A, B, T1]. Gradients are added up in float32 and divided by the number
     of tokens that count in all micro batches, so A passes of B sequences are one step of A*B. What is minimised is
     loss + z_loss * mean(lse^2) (z-loss: Chowdhery et al., arXiv 2204.02311); what is reported is the loss. If the loss
-    or the gradient is not finite the state comes back as it was.
+    or the gradient is not finite the state comes back as it was. To be called, not traced: on a GPU it has options of
+    the compiler, which JAX takes at the top alone.
     """
 
     def loss_fn(params: Any, tokens: Int[Array, "B T1"], ids: Int[Array, "B T1"] | None) -> tuple[Array, LossSums]:

@@ -184,7 +184,7 @@ def _pack_pairs(x, dtype, bits, code, constraints):
 
 
 def first_half(x):
-    """The first half of the columns of a tile, which are registers of their own."""
+    """The first half of the columns of a tile of GROUP rows, which are registers of their own."""
     rows, columns = x.shape
     kind = plgpu.ShapeDtypeStruct((rows, columns // 2), x.dtype, layout=TILE)
 
@@ -197,8 +197,8 @@ def first_half(x):
     return take(x)  # pyright: ignore[reportCallIssue]
 
 
-def and_zeros(x):
-    """A left operand of INT8 products with as many columns of zeros after its own."""
+def with_zeros(x):
+    """A left operand of INT8 products of GROUP rows, with as many columns of zeros after its own."""
     rows, columns = x.shape
     kind = plgpu.ShapeDtypeStruct((rows, 2 * columns), x.dtype, layout=plgpu.Layout.WGMMA_8BIT)
 

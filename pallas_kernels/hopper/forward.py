@@ -113,7 +113,7 @@ def _compute(call, index, here, base, following, *refs):
         out, *rest = carry
         s = scores(j) if s is None else s
         p_int8, keep, *rest = probabilities(j, arrays.first_half(s) if half else s, *rest, edge=edge)
-        p_int8 = arrays.and_zeros(p_int8) if half else p_int8
+        p_int8 = arrays.with_zeros(p_int8) if half else p_int8
         slot = slot_of(base + j, layout)
         launch.wait(v_full.at[slot])
         tile_out = arrays.product(p_int8, turned(v_ring.at[slot]))
@@ -140,10 +140,11 @@ def _compute(call, index, here, base, following, *refs):
     if layout.ahead:
         s, *carry = lax.fori_loop(jnp.int32(0), count - 1, body_ahead, (scores(jnp.int32(0)), *carry))
         last = functools.partial(body, last_of(count), edge=hides(spec, span))
-        # Half of the groups that see their own keys last see no more than the first half of that tile.
-        is_half = jnp.minimum(first + GROUP, spec.key_length) - (count - 1) * span <= span // 2
+        # If causal, every other group sees no more than the first half of its last tile.
+        end = jnp.minimum(first + GROUP, spec.key_length) if spec.is_causal else jnp.int32(spec.key_length)
         halves = functools.partial(last, half=True), last
-        s, *carry = lax.cond(is_half, *(lambda s, carry, f=f: (s, *f(carry, s=s)) for f in halves), s, tuple(carry))
+        parts = (lambda s, carry, part=part: tuple(part(carry, s=s)) for part in halves)
+        carry = lax.cond(end - (count - 1) * span <= span // 2, *parts, s, tuple(carry))
     else:
         carry = over_keys(body, carry, count, span, spec=spec)
     out, _, shift, total = carry

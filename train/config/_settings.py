@@ -210,10 +210,15 @@ class TrainConfig:
         return _from_dict(cls, values)
 
 
+# Settings that runs did not have at first, with what they did then.
+_LATER = {"ModelConfig": {"logits_dtype": "float32"}}
+
+
 def _from_dict(cls: Any, values: Any) -> Any:
     """Builds a dataclass from exactly its own fields, each of its own type."""
     if not isinstance(values, dict):
         raise SettingError(f"{values!r} is no object of settings for {cls.__name__}")
+    values = _LATER.get(cls.__name__, {}) | values
     kinds = typing.get_type_hints(cls)
     if unknown := sorted(values.keys() - kinds.keys()):
         raise SettingError(f"unknown settings {unknown} for {cls.__name__}; accepted: {sorted(kinds)}")
