@@ -81,6 +81,26 @@ def test_the_last_whole_one_is_waited_for_and_is_not_what_could_not_be_written(t
         gc.collect()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_closing_does_not_raise_what_could_not_be_written(tmp_path):
+    # It would take the place of the error that a run ends with.
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        checkpoints.wait()
+        noise = jax.random.normal(jax.random.key(0), (30_000,))
+        checkpoints.save(TrainState({"matrix": noise}, {"moment": noise}), Progress(20, 0.0, 0))
+        checkpoints.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        gc.collect()
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.latest() == 10
+    again.close()
+
+
 def test_a_checkpoint_from_before_the_row_was_counted_is_read_as_none_in_a_row(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(make_state(10.0), Progress(10, 1.5, 4, 2))

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import resource
+import struct
 import subprocess
 import sys
 import types
@@ -13,16 +14,19 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from train_micro import micro_config, write_text
 
 from train import __main__ as program
 from train import log as log_module
 from train import loop
+from train import metrics as metrics_module
 from train.compare import compare, compare_runs, loss_table, relative_gap, runs_table
 from train.config import SettingError, TrainConfig
 from train.data import load_corpus, unigram_loss
 from train.data.shards import write_shard
 from train.metrics import MetricsWriter, read_metrics, series
+from train.optimizer import learning_rate_schedule
 from train.step import StepMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -187,6 +191,11 @@ def test_what_is_not_finite_is_left_out_and_counted_if_asked(text, tmp_path, scr
     config = run_config(text, tmp_path, name="skips", on_nonfinite="skip", max_skipped_in_a_row=2, log_every=7)
     assert loop.train(config, console=quiet()).skipped == 3
     records = [record for record in read_metrics(tmp_path / "skips") if "skipped" in record]
+    # The optimizer has made no update at steps that were left out; nor has its schedule moved on.
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    rates = {record["step"]: record["learning_rate"] for record in records}
+    for step, updates in {1: 0, 7: 5, 14: 10, 20: 16}.items():
+        assert rates[step] == pytest.approx(float(schedule(updates)), rel=1e-6)
     # A step that was left out has a record of its own.
     found = [(record["step"], record["loss"], record["skipped"]) for record in records]
     expected = [(1, 1.0, 0), (3, None, 1), (7, 1.0, 1), (10, None, 2), (11, None, 3), (14, 1.0, 3), (20, 1.0, 3)]
@@ -254,6 +263,64 @@ def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
             write_shard(tmp_path / "train_000000.bin", np.arange(20_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def events(folder):
+    """What TensorBoard reads in a folder, in the order of the files' names."""
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            # A length, its checksum, the event, its checksum.
+            (size,) = struct.unpack("<Q", data[:8])
+            yield Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+
+
+def test_tensorboard_has_every_number_of_a_record_and_drops_those_after_a_restart(tmp_path):
+    def shown():
+        return [
+            (event.step, {value.tag: value.simple_value for value in event.summary.value})
+            for event in events(tmp_path / "tensorboard")
+            if event.summary.value
+        ]
+
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write({"step": 1, "tokens": 8, "loss": 2.5, "mfu": None})
+        writer.write({"step": 2, "error_out": [0.25, 0.5]})
+    assert shown() == [(1, {"tokens": 8, "loss": 2.5}), (2, {"error_out/0": 0.25, "error_out/1": 0.5})]
+    [first] = (tmp_path / "tensorboard").iterdir()
+    first.rename(first.with_name("events.0"))  # The names of files have the second that they were made in.
+    with MetricsWriter(tmp_path, step=1, tensorboard=True) as writer:
+        writer.write({"step": 2, "loss": 1.5})
+    assert shown()[2:] == [(2, {"loss": 1.5})]
+    starts = [event.step for event in events(tmp_path / "tensorboard") if event.session_log.status == SessionLog.START]
+    assert starts == [2]
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_disk_that_fills_up_between_checkpoints_ends_the_run_with_its_step(text, tmp_path, scripted, tensorboard):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    scripted({})
+    config = run_config(text, tmp_path, tensorboard=tensorboard, name="full", eval_every=20)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500, limits[1]))
+        with pytest.raises(OSError, match=r"File too large|step \d+: File too large: '.*full/metrics.jsonl'"):
+            loop.train(config, console=quiet())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_tensorboard_on_a_full_disk_is_an_error_and_not_a_wait_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_module, "_BOARD_SECONDS", -1.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_500, limits[1]))
+            with pytest.raises(OSError, match=r"step \d+: File too large: '.*/tensorboard'"):
+                for step in range(1, 100):
+                    writer.write({"step": step, **{f"tag_{i}": [0.5] * 4 for i in range(4)}} | {"step": step})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monkeypatch):

@@ -127,7 +127,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Frees the writer's threads; what was started is finished first, and an error of it is not raised."""
-        self._manager.close()
+        with contextlib.suppress(Exception):  # As in save; check, wait or the next save have raised it, or will not.
+            self._manager.close()
 
     def _require_latest(self) -> int:
         if (step := self.latest()) is None:

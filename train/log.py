@@ -91,7 +91,7 @@ class StepLog:
             step,
             loss=loss if is_finite else None,
             grad_norm=grad_norm if is_finite else None,
-            learning_rate=np.asarray(self._schedule(step - 1)).item(),
+            learning_rate=np.asarray(self._schedule(self._updates(step, is_finite))).item(),
             tokens_per_second=rate,
             step_seconds=rate and self._config.tokens_per_step / rate,
             mfu=rate and self._speed.peak_flops and rate * self._speed.flops_per_token / self._speed.peak_flops,
@@ -101,6 +101,10 @@ class StepLog:
         self._last_step, self._last_time = step, now
         if self._idle_time is None:
             self._idle_step, self._idle_time = step, now
+
+    def _updates(self, step: int, is_finite: bool) -> int:
+        """How many updates of the optimizer came before this step's: one that is left out is none."""
+        return step - 1 - (self.skipped - (not is_finite))
 
     def record_held_out(self, step: int, loss: float) -> None:
         """A held-out loss; its time does not count as training speed."""

@@ -7,17 +7,22 @@ that compiles. A held-out record has step, tokens, seconds and held_out_loss; a 
 Steps count from 1: step n is the state after n updates for held-out losses and health, the n-th update for the rest.
 """
 
+import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from .config import SettingError
 from .files import write_whole
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+_BOARD_SECONDS = 5.0
 
 
 class MetricsWriter:
@@ -31,32 +36,73 @@ class MetricsWriter:
         if path.exists():
             keep_records(path, step)
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._board = None
-        if tensorboard:
-            self._board = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=step + 1 if step else None)
+        self._board = _Board(run_dir / TENSORBOARD_FOLDER, step) if tensorboard else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one record."""
+        """Writes one record.
+
+        Raises:
+          OSError: it could not be written; the message says of which step, and where.
+        """
         try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         except OSError as error:  # Which does not know the file.
             raise OSError(error.errno, f"step {record['step']}: {error.strerror}", self._file.name) from error
         if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, list):
-                    for index, part in enumerate(value):
-                        self._board.add_scalar(f"{name}/{index}", part, record["step"])
-                elif value is not None and name != "step":
-                    self._board.add_scalar(name, value, record["step"])
+            self._board.write(record)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        # What could not be written has said so; closing tries once more.
+        with contextlib.suppress(OSError):
+            self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class _Board:
+    """TensorBoard's file of a run.
+
+    Written by who calls: the writer that tensorboardX offers hands events to a thread, and once that has died of a full
+    disk waits for it without end.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        try:
+            folder.mkdir(exist_ok=True)
+            self._events = EventsWriter(str(folder / "events"))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder)) from error
+        self._folder, self._flushed = folder, 0.0
+        if step:  # The records after it, of a state that was lost, are not shown.
+            self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """The numbers of one record; those of a list get its indices."""
+        values = {name: value for name, value in record.items() if value is not None and name != "step"}
+        for name in [name for name, value in values.items() if isinstance(value, list)]:
+            values |= {f"{name}/{index}": part for index, part in enumerate(values.pop(name))}
+        parts = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(Event(step=record["step"], summary=Summary(value=parts)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        with contextlib.suppress(OSError):
+            self._events.close()
+
+    def _add(self, event: Any) -> None:
+        """Writes one event; every few seconds all of them to the disk, which the writer then waits for."""
+        event.wall_time = time.time()
+        try:
+            self._events.write_event(event)
+            if event.wall_time - self._flushed > _BOARD_SECONDS:
+                self._events.flush()
+                self._flushed = event.wall_time
+        except OSError as error:
+            raise OSError(error.errno, f"step {event.step}: {error.strerror}", str(self._folder)) from error
 
 
 class NoMetrics:

@@ -56,8 +56,8 @@ class Row:
 
 
 # H200, 2026-11-29 and 30, JAX 0.11.2; causal rows of depth 128 before their loops lost a branch, causal forward at
-# depth 64 before last tiles were halved. Not listed, where the Triton kernels are as fast: grad_v and grad_k at depth 64, and
-# grad_q there if causal. The first row that suits a call is taken.
+# depth 64 before last tiles were halved. Not listed, where the Triton kernels are as fast: grad_v and grad_k at depth
+# 64, and grad_q there if causal. The first row that suits a call is taken.
 TABLE = (
     Row("forward", 64, False, 3, 2, 2.081, from_keys=32768),
     Row("forward", 64, True, 3, 2, 1.077, from_keys=1024, ahead=True),
