@@ -124,6 +124,62 @@ def scripted(monkeypatch):
     return script
 
 
+def test_steps_and_held_out_losses_get_segment_ids_where_documents_are_packed(text, tmp_path, monkeypatch):
+    trained, held_out = [], []
+
+    def make_train_step(graphdef, optimizer, **_):
+        def train_step(state, tokens, segment_ids):
+            trained.append(segment_ids)
+            return state, StepMetrics(1.0, 1.0)
+
+        return train_step
+
+    monkeypatch.setattr(loop, "make_train_step", make_train_step)
+    monkeypatch.setattr(loop, "make_eval_step", lambda _: lambda params, *arrays: held_out.append(arrays) or (1.0, 1.0))
+    for documents in ("stream", "packed"):
+        trained.clear(), held_out.clear()
+        loop.train(run_config(text, tmp_path, documents=documents, name=documents), console=quiet())
+        found = [*trained, *(arrays[1] for arrays in held_out)]
+        if documents == "stream":
+            assert len(found) > 20 and all(ids is None for ids in found)
+        else:
+            assert len(found) > 20 and len({int(i) for ids in found for i in np.unique(ids)}) > 1
+
+
+def test_the_picture_is_there_while_the_run_goes_on(text, tmp_path, monkeypatch):
+    seen = []
+
+    def make_train_step(graphdef, optimizer, **_):
+        def train_step(state, tokens, segment_ids):
+            seen.append((tmp_path / "run" / "loss.png").exists())
+            return state, StepMetrics(1.0, 1.0)
+
+        return train_step
+
+    monkeypatch.setattr(loop, "make_train_step", make_train_step)
+    monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda *_: (1.0, 1.0))
+    loop.train(run_config(text, tmp_path), run_dir=tmp_path / "run", console=quiet())
+    assert seen == [False] * 10 + [True] * 10
+
+
+def test_health_is_recorded_layer_by_layer(text, tmp_path, scripted):
+    scripted({})
+    config = run_config(text, tmp_path, attention="sagebwd", health_every=10, health_tokens=16)
+    records = [record for record in read_metrics(loop.train(config, console=quiet()).run_dir) if "error_out" in record]
+    assert [record["step"] for record in records] == [10, 20]
+    for name in (
+        "largest_logit",
+        "ds_zero_share",
+        "error_p",
+        "error_ds",
+        "error_out",
+        "error_dq",
+        "error_dk",
+        "error_dv",
+    ):
+        assert len(records[-1][name]) == config.model.num_layers and min(records[-1][name]) > 0
+
+
 def test_steps_get_their_tokens_in_micro_batches_that_never_repeat(text, tmp_path, scripted):
     batches = scripted({})
     loop.train(run_config(text, tmp_path, tokens_per_step=3 * 4 * 24), console=quiet())

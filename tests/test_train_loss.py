@@ -116,9 +116,10 @@ def test_logits_exist_for_one_chunk_at_a_time(chunk, tokens_at_a_time):
     assert largest == max(16 * tokens_at_a_time * 1024, 1024 * 40)
 
 
-def test_documents_in_one_sequence_are_as_if_alone():
+@pytest.mark.parametrize("attention_name", ["exact", "sagebwd"])
+def test_documents_in_one_sequence_are_as_if_alone(attention_name):
     """Packed 10 + 15 tokens: losses and gradients are those of the two documents in sequences of their own."""
-    graphdef, params = init_model(micro_config(num_layers=1).model, seed=0)
+    graphdef, params = init_model(micro_config(num_layers=1, attention=attention_name).model, seed=0)
     batch = tokens()
 
     def sums(params, batch, ids=None):
@@ -132,7 +133,11 @@ def test_documents_in_one_sequence_are_as_if_alone():
     def apart(params):
         return jax.value_and_grad(lambda p: sums(p, batch[:, :10]) + sums(p, batch[:, 10:]))(params)
 
-    chex.assert_trees_all_close(together(params), apart(params), rtol=2e-4, atol=2e-5)
+    if attention_name == "exact":
+        chex.assert_trees_all_close(together(params), apart(params), rtol=2e-4, atol=2e-5)
+    else:  # Scales of packed documents are finer.
+        for got, expected in zip(*map(jax.tree.leaves, (together(params), apart(params))), strict=True):
+            assert helpers.relative_error(got, expected) < 0.05
     plain = jax.jit(sums)(params, batch)
     assert abs(float(plain) - float(together(params)[0])) > 1  # one target less, and less to see
 

@@ -85,8 +85,10 @@ def make_runs(folder):
     found["rounded"] = run("rounded", "data=2,fsdp=2,tensor=2", **rounded)
     health = read_metrics(folder / "sagebwd")[-1]
     found["health"] = {name: value for name, value in health.items() if isinstance(value, list)}
-    gathers = [re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* all-gather(?:-start)?\(", program) for program in programs]
-    found["gathered"] = [[[int(n) for n in shape.split(",")] for _, shape in shapes] for shapes in gathers]
+    # One array, or several that XLA gathers at once.
+    gathers = [re.findall(r"= (\S+|\(.*?\)) all-gather(?:-start)?\(", program) for program in programs]
+    shapes = [[shape for found in some for shape in re.findall(r"\w\[([\d,]*)\]", found)] for some in gathers]
+    found["gathered"] = [[[int(n) for n in shape.split(",")] for shape in some] for some in shapes]
     found["others"] = [re.findall(r" (all-to-all|collective-permute)(?:-start)?\(", program) for program in programs]
     (folder / "found.json").write_text(json.dumps(found))
 

@@ -169,6 +169,13 @@ def test_presets_have_the_size_they_are_named_after(preset, parameters):
     assert count_parameters(abstract_model(config)[1]) == parameters
 
 
+def test_325m_is_the_papers_model():
+    config = PRESETS["325m"]
+    shape = config.model.width, config.model.num_layers, config.model.num_heads, config.model.ffn_width
+    assert (*shape, config.data.sequence_length, config.model.vocab_size) == (1024, 20, 16, 3072, 4096, 50_304)
+    assert (config.model.num_kv_heads, config.model.head_dim, config.model.qk_norm) == (16, 64, True)
+
+
 def test_attention_is_chosen_by_one_word():
     q, k = jax.random.normal(jax.random.key(4), (2, B, T, 6, 8))
     got = select_attention("exact")(q, k, k, is_causal=True)
