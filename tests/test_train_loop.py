@@ -21,6 +21,7 @@ from train import __main__ as program
 from train import log as log_module
 from train import loop
 from train import metrics as metrics_module
+from train import run_dir as run_dir_module
 from train.compare import compare, compare_runs, loss_table, relative_gap, runs_table
 from train.config import SettingError, TrainConfig
 from train.data import load_corpus, unigram_loss
@@ -387,6 +388,15 @@ def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monke
     monkeypatch.setattr(program.jax.distributed, "initialize", initialize)
     with pytest.raises(SettingError, match="distributed=True: .*coordinator_address"):
         program.main(["--distributed", "True"])
+
+
+def test_a_host_that_comes_later_takes_the_first_ones_folder(tmp_path, monkeypatch):
+    assert run_dir_module.of_first_host(tmp_path) == tmp_path
+    sent = []
+    monkeypatch.setattr(run_dir_module.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(run_dir_module.multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or sent[0])
+    first, second = (run_dir_module.of_first_host(tmp_path / name) for name in ("läuft", "läuft-2"))
+    assert first == second == tmp_path / "läuft"
 
 
 def command(*arguments):

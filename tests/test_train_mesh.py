@@ -104,7 +104,6 @@ def found(tmp_path_factory):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data2_fsdp4", "moved"])
 def test_losses_are_those_of_one_device(found, name):
     """ "moved" was stopped on data=8 after step 3, and its checkpoint read on data=2,fsdp=2,tensor=2."""
@@ -116,20 +115,17 @@ def test_losses_are_those_of_one_device(found, name):
         np.testing.assert_allclose(got["held_out_loss"], one["held_out_loss"], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_sagebwd_attends_on_every_device_for_itself(found):
     np.testing.assert_allclose(found["sagebwd"]["loss"], found["one"]["loss"], rtol=1e-2)
     assert found["sagebwd"]["loss"] != found["one"]["loss"]
     assert 0 < found["health"]["error_out"][0] < 0.1
 
 
-@pytest.mark.slow
 def test_in_16_bits_losses_are_near_those_of_one_device(found):
     np.testing.assert_allclose(found["rounded"]["loss"], found["one"]["loss"], rtol=1e-2)
     assert found["rounded"]["loss"] != found["one"]["loss"]
 
 
-@pytest.mark.slow
 def test_only_parameters_are_gathered(found):
     """Six compiled steps; what they gather are whole matrices along fsdp, and nothing that has a sequence's length."""
     assert len(found["gathered"]) == 6

@@ -28,7 +28,17 @@ from .model import count_parameters, select_attention
 from .optimizer import make_optimizer
 from .plots import FILE_NAME as PLOT_NAME
 from .plots import plot_losses
-from .run_dir import CONFIG_NAME, check_continues, free_run_dir, keep_tokenizer, make_run_dir, read_config, write_config
+from .run_dir import (
+    CONFIG_NAME,
+    check_continues,
+    free_run_dir,
+    keep_tokenizer,
+    make_run_dir,
+    meet_hosts,
+    of_first_host,
+    read_config,
+    write_config,
+)
 from .step import StepMetrics, abstract_model, abstract_state, init_model, init_state, make_eval_step, make_train_step
 from .stop import StopRequest
 
@@ -75,7 +85,7 @@ def train(
         mesh = make_mesh(config.mesh, config.model)
         config.accumulation(batch_shards(mesh))
         select_attention(config.model.attention)  # Which this machine may not have.
-        run_dir = free_run_dir(config) if run_dir is None else run_dir
+        run_dir = of_first_host(free_run_dir(config) if run_dir is None else run_dir)
         is_there = resume and (run_dir / CONFIG_NAME).is_file()
         if is_there:
             check_continues(read_config(run_dir), config)
@@ -85,6 +95,7 @@ def train(
         console.print(corpus.summary(config.data.max_bytes), soft_wrap=True)
         if is_writer and not is_there:
             make_run_dir(run_dir, may_exist=resume)
+        meet_hosts("the run's folder is there")
         checkpoints = Checkpoints(run_dir, keep=config.keep_checkpoints, read_only=not config.checkpoint_every)
         stack.enter_context(contextlib.closing(checkpoints))
         first = checkpoints.latest() or 0

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from .config import SettingError, TrainConfig
 from .data.tokenizer import FILE_NAME as TOKENIZER_NAME
 from .files import write_whole
@@ -31,6 +35,22 @@ def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
     name = config.name or f"{config.preset}-{suffix or config.model.attention}"
     candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(path for path in (Path(config.runs_dir) / candidate for candidate in candidates) if not path.exists())
+
+
+def of_first_host(path: Path) -> Path:
+    """The first host's path, on every host: one that looks later finds that folder made, and would take the next."""
+    if jax.process_count() == 1:
+        return path
+    text = np.zeros(4096, np.uint8)
+    encoded = np.frombuffer(str(path).encode(), np.uint8)
+    text[: len(encoded)] = encoded
+    return Path(bytes(multihost_utils.broadcast_one_to_all(text)).rstrip(b"\0").decode())
+
+
+def meet_hosts(place: str) -> None:
+    """Waits until every host has come to this place."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(place)
 
 
 def make_run_dir(run_dir: Path, *, may_exist: bool) -> None:
