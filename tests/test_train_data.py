@@ -266,6 +266,7 @@ def test_damaged_text_is_left_out_and_counted_if_asked(tmp_path):
     damaged_files(tmp_path)
     corpus = load(tmp_path, held_out_fraction=0.2, on_bad_data="skip")
     assert corpus.skipped.count == 4 and str(tmp_path) in (corpus.skipped.first or "")
+    assert f"held out; 4 damaged left out, first: {tmp_path}/" in corpus.summary(1 << 20)
     assert set(documents(corpus.train) + documents(corpus.held_out)) == {line["text"].encode() for line in LINES}
 
 

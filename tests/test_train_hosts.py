@@ -60,7 +60,11 @@ def test_two_hosts_train_in_one_folder_as_one_does(tmp_path):
         subprocess.Popen(c, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for c in commands
     ]
-    said = [host.communicate(timeout=240)[0] for host in hosts]
+    try:
+        said = [host.communicate(timeout=240)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
     for host, text in zip(hosts, said, strict=True):
         assert host.returncode == 0 and text.splitlines()[-1] == "folder two", text
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["two"]

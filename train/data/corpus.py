@@ -50,8 +50,10 @@ class Corpus:
     is_capped: bool = False  # whether max_bytes ended the reading
 
     def summary(self, max_bytes: int) -> str:
-        """How much there is, and whether more was left unread."""
+        """How much there is, whether more was left unread, and what was left out."""
         end = f"; max_bytes={max_bytes} ended the reading there" if self.is_capped else ""
+        if self.skipped.count:
+            end += f"; {self.skipped.count} damaged left out, first: {self.skipped.first}"
         return f"{len(self.train):,} tokens to train on and {len(self.held_out):,} held out{end}"
 
 
