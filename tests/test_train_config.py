@@ -1,7 +1,10 @@
 """Settings: JSON there and back, what is refused and with which words, and the command line."""
 
+import ast
 import dataclasses
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +12,10 @@ from pathlib import Path
 import pytest
 from train_micro import micro_config
 
+from train import sample as sample_module
 from train.cli import parse_command, parse_config
 from train.config import PRESETS, SettingError, TrainConfig
+from train.config import _settings as settings_module
 from train.run_dir import CHANGEABLE, _flat, check_continues, read_config
 
 
@@ -134,6 +139,18 @@ def test_the_papers_two_step_sizes_see_the_same_tokens():
 def test_values_that_cannot_work_are_refused_by_name(overrides, message):
     with pytest.raises(SettingError, match=message):
         micro_config(**overrides)
+
+
+@pytest.mark.parametrize("module", [settings_module, sample_module])
+def test_every_setting_has_its_unit(module):
+    documented = 0
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            for field, text in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).endswith("Config"):
+                    assert isinstance(text, ast.Expr) and re.search(r"\(.+\)", ast.unparse(text)), ast.unparse(field)
+                    documented += 1
+    assert documented >= 7
 
 
 class TestCommandLine:

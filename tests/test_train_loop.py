@@ -18,6 +18,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from train_micro import micro_config, write_text
 
 from train import __main__ as program
+from train import compare as compare_program
 from train import log as log_module
 from train import loop
 from train import metrics as metrics_module
@@ -417,7 +418,7 @@ def test_command_line_diverges_with_one_message_and_a_failure(text, tmp_path):
     assert not (run / "checkpoints").exists()
 
 
-def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
+def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path, capsys):
     config = run_config(text, tmp_path, attention="sagebwd", compute_dtype="bfloat16")
     folder, results = compare(config, console=quiet())
     assert folder == tmp_path / "tiny-compare"
@@ -442,6 +443,10 @@ def test_compare_trains_both_on_the_same_data_and_seed(text, tmp_path):
         assert part in shown
     for name in ("compare_tokens.png", "compare_seconds.png"):
         assert imread(tmp_path / name).shape[:2] == (1050, 1200)
+    compare_program.main([str(folder / "exact"), str(folder / "sagebwd")])
+    assert (folder / "compare_tokens.png").exists() and f"{gap:+.2f}%" in capsys.readouterr().out
+    with pytest.raises(SettingError, match="--flash: with folders of runs there are no options"):
+        compare_program.main([str(folder / "exact"), "--flash", "1"])
 
 
 def test_a_table_of_runs_has_room_for_their_names(finished, tmp_path, monkeypatch):

@@ -151,10 +151,10 @@ def test_sequences_without_weight_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "forward_kernels"),
-    [("none", 2), ("all_but_attention", 2), ("all", 4)],
+    ("recompute", "forward_kernels", "is_more"),
+    [("none", 2, False), ("all_but_attention", 2, True), ("all", 4, True)],
 )
-def test_attention_runs_again_only_where_its_residuals_are_not_kept(monkeypatch, recompute, forward_kernels):
+def test_attention_runs_again_only_where_its_residuals_are_not_kept(monkeypatch, recompute, forward_kernels, is_more):
     """Two layers: SageBwd's forward kernel runs twice if its residuals are kept by name, else twice more."""
     monkeypatch.setattr(model_module, "attention", functools.partial(attention, implementation="triton"))
     config = micro_config(attention="sagebwd", recompute=recompute).model
@@ -162,6 +162,9 @@ def test_attention_runs_again_only_where_its_residuals_are_not_kept(monkeypatch,
         graphdef, params = init_model(config, seed=0)
         grad = jax.grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens()))
         assert helpers.count_kernels(grad, params, name="sagebwd_forward") == forward_kernels
+        shapes = [v.aval.shape for v in results_of(jax.make_jaxpr(grad)(params).jaxpr, "dot_general")]
+    # SwiGLU's gate and up of both layers, in the forward pass and computed again.
+    assert shapes.count((B, T, 56, 2)) == (4 if is_more else 2)
 
 
 def test_what_is_computed_again_changes_no_gradient():

@@ -86,6 +86,9 @@ def damage(path, write=write_llmc):
     np.save(path / "train_table.npy", np.zeros((3, 4), np.uint16))
     np.save(path / "train_float.npy", np.zeros(9))
     (path / "train_noise.npy").write_bytes(b"noise")
+    np.save(path / "train_cut.npy", TOKENS.astype(np.uint16))
+    (path / "train_cut.npy").write_bytes((path / "train_cut.npy").read_bytes()[:-6])
+    (path / "train_nothing.npy").write_bytes(b"")
     wrong = TOKENS.copy()
     wrong[123] = 999
     write(path / "train_wrong.bin", wrong)
@@ -102,6 +105,8 @@ def damage(path, write=write_llmc):
         ("train_table.npy", r"holds uint16 of shape \(3, 4\); accepted is one axis of uint16"),
         ("train_float.npy", "holds float64 of shape"),
         ("train_noise.npy", "no .npy header at byte 0"),
+        ("train_cut.npy", "ends at byte 1522; its header says 700 tokens, to byte 1528"),
+        ("train_nothing.npy", "no .npy header at byte 0: EOF"),
     ],
 )
 def test_a_damaged_shard_is_an_error_with_its_place(tmp_path, name, message):
@@ -116,7 +121,7 @@ def test_damaged_shards_are_left_out_and_counted_if_asked(tmp_path):
     with pytest.raises(data.DataError):
         load(tmp_path)
     corpus = load(tmp_path, on_bad_data="skip")
-    assert corpus.skipped.count == 9
+    assert corpus.skipped.count == 11
     assert len(corpus.train) + len(corpus.held_out) == 700
 
 

@@ -109,6 +109,8 @@ def main(arguments: Sequence[str]) -> None:
     """Compares with the settings given, prints the table and says where the results are."""
     console = Console()
     if arguments and not arguments[0].startswith("-"):
+        if options := [argument for argument in arguments if argument.startswith("-")]:
+            raise SettingError(f"{' '.join(options)}: with folders of runs there are no options")
         run_dirs = [Path(argument) for argument in arguments]
         compare_runs(run_dirs, run_dirs[0].parent, console=console)
         return

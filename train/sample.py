@@ -32,7 +32,7 @@ class SampleConfig:
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run (path)."""
     prompt: str = "\n"
-    """Text to go on from."""
+    """What to go on from (text)."""
     tokens: int = 256
     """Tokens to write (count)."""
     temperature: float = 0.8

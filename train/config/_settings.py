@@ -26,7 +26,7 @@ class ModelConfig:
     """Shape and arithmetic of the decoder."""
 
     attention: AttentionName = "sagebwd"
-    """Who computes attention: INT8 SageBwd, exact attention by XLA, or cuDNN's (NVIDIA GPUs only)."""
+    """Who computes attention: INT8 SageBwd, exact attention by XLA, or cuDNN's, on NVIDIA GPUs only (name)."""
     sage_preset: Literal["default", "mixed", "precise", "faithful"] = "default"
     """Which SageConfig SageBwd runs with (name)."""
     num_layers: int
@@ -50,7 +50,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     """Added to the mean square inside every RMS norm (unitless)."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of activations and matrix products; parameters, norms, loss and optimizer are float32."""
+    """Dtype of activations and matrix products; parameters, norms, loss and optimizer are float32 (name)."""
     logits_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype the loss keeps logits in for its float32 softmax; at bfloat16, as nanoGPT, half the bytes move (name)."""
     recompute: Literal["none", "all_but_attention", "all"] = "none"
@@ -114,7 +114,7 @@ class OptimizerConfig:
     muon_beta: float = 0.95
     """Muon's Nesterov momentum (per step)."""
     muon_update_rms: float = 0.2
-    """Root mean square of Muon's update before the learning rate, AdamW's own size, so that both share one rate."""
+    """Muon's update before the learning rate, AdamW's own size, so that both share one rate (root mean square)."""
     clip_norm: float = 1.0
     """Global gradient norm is clipped to this (units of the gradient)."""
     z_loss: float = 0.0
