@@ -23,6 +23,7 @@ from train.mesh import make_mesh
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6
+MESHES = ("data=2,fsdp=4", "fsdp=8", "tensor=4")
 # Eight heads of four groups, so that a tensor axis of 2 has two groups a device.
 SIZES = dict(num_layers=1, num_heads=8, num_kv_heads=4, head_dim=10, steps=STEPS, warmup_steps=1, eval_every=STEPS)
 
@@ -75,7 +76,7 @@ def make_runs(folder):
         records = read_metrics(folder / name)
         return {name: series(records, name)[1] for name in ("loss", "grad_norm", "held_out_loss")}
 
-    found = {"one": run("one", "data=1"), "data2_fsdp4": run("data2_fsdp4", "data=2,fsdp=4")}
+    found = {"one": run("one", "data=1"), **{mesh: run(mesh, mesh) for mesh in MESHES}}
     interrupt_at.append(3)
     run("moved", "data=8", ema_decay=0.5)
     interrupt_at.clear()
@@ -104,7 +105,7 @@ def found(tmp_path_factory):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["data2_fsdp4", "moved"])
+@pytest.mark.parametrize("name", [*MESHES, "moved"])
 def test_losses_are_those_of_one_device(found, name):
     """ "moved" was stopped on data=8 after step 3, and its checkpoint read on data=2,fsdp=2,tensor=2."""
     one, got = found["one"], found[name]
@@ -127,14 +128,14 @@ def test_in_16_bits_losses_are_near_those_of_one_device(found):
 
 
 def test_only_parameters_are_gathered(found):
-    """Six compiled steps; what they gather are whole matrices along fsdp, and nothing that has a sequence's length."""
-    assert len(found["gathered"]) == 6
-    on_fsdp = sum((found["gathered"][i] for i in (1, 3, 4, 5)), [])
+    """Of all compiled steps; they gather whole matrices along fsdp, and nothing that has a sequence's length."""
+    one, data2_fsdp4, fsdp8, tensor4, data8, moved, sagebwd, rounded = found["gathered"]
+    on_fsdp = data2_fsdp4 + fsdp8 + moved + sagebwd + rounded
     sizes = {40 * 56, 40 * 8 * 10, 40 * 4 * 10, 256 * 40}
     tensor_halves = {size // 2 for size in sizes}
     assert {math.prod(shape) for shape in on_fsdp} <= sizes | tensor_halves
-    assert {math.prod(shape) for shape in found["gathered"][1]} == sizes  # so that something was looked at
-    assert found["gathered"][0] == found["gathered"][2] == []
+    assert {math.prod(shape) for shape in data2_fsdp4} == sizes  # so that something was looked at
+    assert one == tensor4 == data8 == []
     assert not any(found["others"])
 
 
