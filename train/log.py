@@ -52,9 +52,10 @@ class StepLog:
         self._schedule = learning_rate_schedule(config.optimizer, config.steps)
         self._task = progress.add_task(config.model.attention, total=config.steps, completed=step, loss="-", speed="-")
         self._start = time.perf_counter() - seconds
-        self._first_step, self._last_step = step + 1, step
-        self._last_time: float | None = None  # None until the step that compiles is done
-        self._idle_step, self._idle_time = step, self._last_time  # where the clock started
+        self._first_step = step + 1
+        # Step and time of the last record, and where the clock started; None until the step that compiles is done.
+        self._last: tuple[int, float] | None = None
+        self._clock = self._last
 
     def seconds(self) -> float:
         """Of training so far, over all starts."""
@@ -83,8 +84,8 @@ class StepLog:
         self._progress.update(self._task, completed=step, loss=f"{loss:.4f}")
         if is_finite and step % self._config.log_every and step not in (1, self._config.steps):
             return
-        rate, since = None, (self._idle_step, self._idle_time) if is_idle else (self._last_step, self._last_time)
-        if since[1] is not None:
+        rate, since = None, self._clock if is_idle else self._last
+        if since is not None:
             rate = (step - since[0]) * self._config.tokens_per_step / (now - since[1])
             self._progress.update(self._task, speed=f"{rate:,.0f}")
         self._write(
@@ -98,9 +99,8 @@ class StepLog:
             memory_bytes=peak_memory_bytes(),
             skipped=self.skipped,
         )
-        self._last_step, self._last_time = step, now
-        if self._idle_time is None:
-            self._idle_step, self._idle_time = step, now
+        self._last = step, now
+        self._clock = self._clock or self._last
 
     def _updates(self, step: int, is_finite: bool) -> int:
         """How many updates of the optimizer came before this step's: one that is left out is none."""
@@ -120,9 +120,8 @@ class StepLog:
 
     def restart_clock(self, step: int) -> None:
         """Leaves the time since the last record out of the speed."""
-        self._last_step = step
-        self._last_time = time.perf_counter() if step >= self._first_step else None
-        self._idle_step, self._idle_time = step, self._last_time
+        self._last = (step, time.perf_counter()) if step >= self._first_step else None
+        self._clock = self._last
 
     def _check(self, name: str, value: float, step: int) -> bool:
         """Whether a value is finite; stops the run if it should."""

@@ -35,7 +35,6 @@ from .run_dir import (
     keep_tokenizer,
     make_run_dir,
     meet_hosts,
-    of_first_host,
     read_config,
     write_config,
 )
@@ -85,7 +84,7 @@ def train(
         mesh = make_mesh(config.mesh, config.model)
         config.accumulation(batch_shards(mesh))
         select_attention(config.model.attention)  # Which this machine may not have.
-        run_dir = of_first_host(free_run_dir(config) if run_dir is None else run_dir)
+        run_dir = free_run_dir(config) if run_dir is None else run_dir
         is_there = resume and (run_dir / CONFIG_NAME).is_file()
         if is_there:
             check_continues(read_config(run_dir), config)

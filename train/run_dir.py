@@ -30,14 +30,7 @@ CHANGEABLE = frozenset(
 )
 
 
-def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
-    """runs_dir/name, or the first of name-2, name-3, ... that is not there yet: no run overwrites another."""
-    name = config.name or f"{config.preset}-{suffix or config.model.attention}"
-    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(path for path in (Path(config.runs_dir) / candidate for candidate in candidates) if not path.exists())
-
-
-def of_first_host(path: Path) -> Path:
+def _of_first_host(path: Path) -> Path:
     """The first host's path, on every host: one that looks later finds that folder made, and would take the next."""
     if jax.process_count() == 1:
         return path
@@ -45,6 +38,17 @@ def of_first_host(path: Path) -> Path:
     encoded = np.frombuffer(str(path).encode(), np.uint8)
     text[: len(encoded)] = encoded
     return Path(bytes(multihost_utils.broadcast_one_to_all(text)).rstrip(b"\0").decode())
+
+
+def free_run_dir(config: TrainConfig, suffix: str | None = None) -> Path:
+    """runs_dir/name, or the first of name-2, name-3, ... that is not there yet: no run overwrites another.
+
+    Of several hosts the first looks, for all.
+    """
+    name = config.name or f"{config.preset}-{suffix or config.model.attention}"
+    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    paths = (Path(config.runs_dir) / candidate for candidate in candidates)
+    return _of_first_host(next(path for path in paths if not path.exists()))
 
 
 def meet_hosts(place: str) -> None:
