@@ -2,12 +2,12 @@
 
 import gc
 import json
-import resource
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from train_micro import files_up_to
 
 from train.checkpoint import CheckpointError, Checkpoints, Progress
 from train.step import TrainState
@@ -62,6 +62,12 @@ def test_what_was_half_written_when_the_process_died_is_not_a_checkpoint(tmp_pat
     again.close()
 
 
+def too_large():
+    """A state that no compression makes fit into 20 kB."""
+    noise = jax.random.normal(jax.random.key(0), (30_000,))
+    return TrainState({"matrix": noise}, {"moment": noise})
+
+
 # What orbax leaves behind when a write fails, as in tests/test_train_resume.py.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_last_whole_one_is_waited_for_and_is_not_what_could_not_be_written(tmp_path):
@@ -69,16 +75,11 @@ def test_the_last_whole_one_is_waited_for_and_is_not_what_could_not_be_written(t
     assert checkpoints.last_whole() is None
     checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
     assert checkpoints.last_whole() == 10
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        noise = jax.random.normal(jax.random.key(0), (30_000,))  # No compression makes it fit.
-        checkpoints.save(TrainState({"matrix": noise}, {"moment": noise}), Progress(20, 0.0, 0))
+    with files_up_to(20_000):
+        checkpoints.save(too_large(), Progress(20, 0.0, 0))
         assert checkpoints.latest() == 20 and checkpoints.last_whole() == 10
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        checkpoints.close()
-        gc.collect()
+    checkpoints.close()
+    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -86,16 +87,11 @@ def test_closing_does_not_raise_what_could_not_be_written(tmp_path):
     # It would take the place of the error that a run ends with.
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
+    with files_up_to(20_000):
         checkpoints.wait()
-        noise = jax.random.normal(jax.random.key(0), (30_000,))
-        checkpoints.save(TrainState({"matrix": noise}, {"moment": noise}), Progress(20, 0.0, 0))
+        checkpoints.save(too_large(), Progress(20, 0.0, 0))
         checkpoints.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        gc.collect()
+    gc.collect()
     again = Checkpoints(tmp_path, keep=2)
     assert again.latest() == 10
     again.close()

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import itertools
-import resource
 import struct
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from train_micro import micro_config, write_text
+from train_micro import files_up_to, micro_config, write_text
 
 from train import __main__ as program
 from train import compare as compare_program
@@ -104,9 +103,12 @@ def test_a_run_repeats_bitwise_and_overwrites_nothing(finished):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replaces both jitted functions: losses are 1 but for {(step, field): value}, and nothing is compiled."""
+    """Replaces both jitted functions: losses are 1 but for {(step, field): value}, and nothing is compiled.
 
-    def script(values, held_out=1.0):
+    `see` and `see_held_out` are given what both read besides the state.
+    """
+
+    def script(values, held_out=1.0, see=lambda *arrays: None, see_held_out=lambda *arrays: None):
         batches = []
 
         def make_train_step(graphdef, optimizer, **_):
@@ -115,51 +117,39 @@ def scripted(monkeypatch):
             def train_step(state, tokens, segment_ids):
                 step = next(calls)
                 batches.append(np.asarray(tokens))
+                see(tokens, segment_ids)
                 return state, StepMetrics(*(values.get((step, field), 1.0) for field in StepMetrics._fields))
 
             return train_step
 
         monkeypatch.setattr(loop, "make_train_step", make_train_step)
-        monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda *_: (held_out, 1.0))
+
+        def eval_step(params, *arrays):
+            see_held_out(*arrays)
+            return held_out, 1.0
+
+        monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: eval_step)
         return batches
 
     return script
 
 
-def test_steps_and_held_out_losses_get_segment_ids_where_documents_are_packed(text, tmp_path, monkeypatch):
+def test_steps_and_held_out_losses_get_segment_ids_where_documents_are_packed(text, tmp_path, scripted):
     trained, held_out = [], []
-
-    def make_train_step(graphdef, optimizer, **_):
-        def train_step(state, tokens, segment_ids):
-            trained.append(segment_ids)
-            return state, StepMetrics(1.0, 1.0)
-
-        return train_step
-
-    monkeypatch.setattr(loop, "make_train_step", make_train_step)
-    monkeypatch.setattr(loop, "make_eval_step", lambda _: lambda params, *arrays: held_out.append(arrays) or (1.0, 1.0))
+    scripted({}, see=lambda *arrays: trained.append(arrays), see_held_out=lambda *arrays: held_out.append(arrays))
     for documents in ("stream", "packed"):
         trained.clear(), held_out.clear()
         loop.train(run_config(text, tmp_path, documents=documents, name=documents), console=quiet())
-        found = [*trained, *(arrays[1] for arrays in held_out)]
+        found = [arrays[1] for arrays in trained + held_out]
         if documents == "stream":
             assert len(found) > 20 and all(ids is None for ids in found)
         else:
             assert len(found) > 20 and len({int(i) for ids in found for i in np.unique(ids)}) > 1
 
 
-def test_the_picture_is_there_while_the_run_goes_on(text, tmp_path, monkeypatch):
+def test_the_picture_is_there_while_the_run_goes_on(text, tmp_path, scripted):
     seen = []
-
-    def make_train_step(graphdef, optimizer, **_):
-        def train_step(state, tokens, segment_ids):
-            seen.append((tmp_path / "run" / "loss.png").exists())
-            return state, StepMetrics(1.0, 1.0)
-
-        return train_step
-
-    monkeypatch.setattr(loop, "make_train_step", make_train_step)
-    monkeypatch.setattr(loop, "make_eval_step", lambda graphdef: lambda *_: (1.0, 1.0))
+    scripted({}, see=lambda *_: seen.append((tmp_path / "run" / "loss.png").exists()))
     loop.train(run_config(text, tmp_path), run_dir=tmp_path / "run", console=quiet())
     assert seen == [False] * 10 + [True] * 10
 
@@ -314,13 +304,8 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(text, tmp_path, resume)
 
 
 def test_a_file_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/train_000000.bin'"):
-            write_shard(tmp_path / "train_000000.bin", np.arange(20_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_up_to(20_000), pytest.raises(OSError, match=f"File too large: '{tmp_path}/train_000000.bin'"):
+        write_shard(tmp_path / "train_000000.bin", np.arange(20_000))
 
 
 def events(folder):
@@ -357,28 +342,19 @@ def test_tensorboard_has_every_number_of_a_record_and_drops_those_after_a_restar
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_disk_that_fills_up_between_checkpoints_ends_the_run_with_its_step(text, tmp_path, scripted, tensorboard):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     scripted({})
     config = run_config(text, tmp_path, tensorboard=tensorboard, name="full", eval_every=20)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500, limits[1]))
-        with pytest.raises(OSError, match=r"File too large|step \d+: File too large: '.*full/metrics.jsonl'"):
-            loop.train(config, console=quiet())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    # Room for config.json, not for twenty records.
+    with files_up_to(2_500), pytest.raises(OSError, match=r"step \d+: File too large: '.*full/metrics.jsonl'"):
+        loop.train(config, console=quiet())
 
 
 def test_tensorboard_on_a_full_disk_is_an_error_and_not_a_wait_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_module, "_BOARD_SECONDS", -1.0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1_500, limits[1]))
-            with pytest.raises(OSError, match=r"step \d+: File too large: '.*/tensorboard'"):
-                for step in range(1, 100):
-                    writer.write({"step": step, **{f"tag_{i}": [0.5] * 4 for i in range(4)}} | {"step": step})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with MetricsWriter(tmp_path, tensorboard=True) as writer, files_up_to(1_500):
+        with pytest.raises(OSError, match=r"step \d+: File too large: '.*/tensorboard'"):
+            for step in range(1, 100):
+                writer.write({"step": step, **{f"tag_{i}": [0.5] * 4 for i in range(4)}})
 
 
 def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monkeypatch):
@@ -392,11 +368,11 @@ def test_several_hosts_that_nothing_says_where_to_find_are_refused_by_name(monke
 
 
 def test_a_host_that_comes_later_takes_the_first_ones_folder(tmp_path, monkeypatch):
-    assert run_dir_module.of_first_host(tmp_path) == tmp_path
+    assert run_dir_module._of_first_host(tmp_path) == tmp_path
     sent = []
     monkeypatch.setattr(run_dir_module.jax, "process_count", lambda: 2)
     monkeypatch.setattr(run_dir_module.multihost_utils, "broadcast_one_to_all", lambda x: sent.append(x) or sent[0])
-    first, second = (run_dir_module.of_first_host(tmp_path / name) for name in ("läuft", "läuft-2"))
+    first, second = (run_dir_module._of_first_host(tmp_path / name) for name in ("läuft", "läuft-2"))
     assert first == second == tmp_path / "läuft"
 
 

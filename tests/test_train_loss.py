@@ -77,18 +77,23 @@ def test_gradients_are_those_of_whole_logits(dtype, logits_dtype, bound, chunk):
 def test_logits_are_kept_in_the_dtype_that_is_asked_for(dtype):
     # On a CPU XLA may compute with more digits than that, so their values do not show it.
     graphdef, params = init_model(micro_config(num_layers=1, logits_dtype=dtype).model, seed=0)
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens())))(params)
-    products = [v.aval for v in results_of(jaxpr.jaxpr, "dot_general") if v.aval.shape == (B, T, 256)]
-    assert [x.dtype for x in products] == [jnp.dtype(dtype)]
+    grad = jax.value_and_grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens()))
+    logits = [x for x in product_shapes(grad, params) if x.shape == (B, T, 256)]
+    assert [x.dtype for x in logits] == [jnp.dtype(dtype)]
 
 
-def results_of(jaxpr, primitive):
-    """What equations of one kind make, in inner functions too."""
+def equations(jaxpr):
+    """Those of a traced function, inner functions too."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == primitive:
-            yield from eqn.outvars
+        yield eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            yield from results_of(inner, primitive)
+            yield from equations(inner)
+
+
+def product_shapes(function, *inputs):
+    """Shape and dtype of each product that a function traces."""
+    traced = jax.make_jaxpr(function)(*inputs).jaxpr
+    return [eqn.outvars[0].aval for eqn in equations(traced) if eqn.primitive.name == "dot_general"]
 
 
 @pytest.mark.parametrize("name", ["loss", "squared_lse"])
@@ -100,11 +105,7 @@ def test_what_has_no_gradient_is_refused(name):
 
 def largest_array(jaxpr):
     """Elements of the largest value that a traced function makes, inner functions too."""
-    sizes = [0]
-    for eqn in jaxpr.eqns:
-        sizes += [var.aval.size for var in eqn.outvars if hasattr(var.aval, "size")]
-        sizes += [largest_array(inner) for inner in jax.extend.core.jaxprs_in_params(eqn.params)]
-    return max(sizes)
+    return max(var.aval.size for eqn in equations(jaxpr) for var in eqn.outvars if hasattr(var.aval, "size"))
 
 
 @pytest.mark.parametrize(("chunk", "tokens_at_a_time"), [(T, T), (6, 6)])
@@ -162,7 +163,7 @@ def test_attention_runs_again_only_where_its_residuals_are_not_kept(monkeypatch,
         graphdef, params = init_model(config, seed=0)
         grad = jax.grad(lambda p: next_token_loss(nnx.merge(graphdef, p), tokens()))
         assert helpers.count_kernels(grad, params, name="sagebwd_forward") == forward_kernels
-        shapes = [v.aval.shape for v in results_of(jax.make_jaxpr(grad)(params).jaxpr, "dot_general")]
+        shapes = [x.shape for x in product_shapes(grad, params)]
     # SwiGLU's gate and up of both layers, in the forward pass and computed again.
     assert shapes.count((B, T, 56, 2)) == (4 if is_more else 2)
 

@@ -3,7 +3,10 @@
 Every axis of the configuration has a size of its own, so that swapped axes cannot pass.
 """
 
+import contextlib
 import dataclasses
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,17 @@ def write_text(folder: Path, files: int = 12) -> str:
         lines = [f"def function_{index}_{line}(value):\n    return value + {line}\n" for line in range(25)]
         (folder / f"module_{index}.py").write_text("".join(lines))
     return str(folder)
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """As if the disk were full: no file can be written beyond so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def curve(run_dir: Path) -> dict[str, Any]:
