@@ -7,34 +7,25 @@ results/masks_<device>.json.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
-import contextvars
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, records, timing
-from benchmarks.oracle import exact_head, max_error
-from benchmarks.speed import draw_inputs
+from benchmarks.methods import Method, jax_methods, whole_pass
+from benchmarks.oracle import exact_head
+from benchmarks.speed import Job, attempt, compile_all, draw_inputs
 from pallas_kernels import launch
-from sagebwd_jax import SageConfig, attention
 
 WINDOW = 1024
-METHODS = {
-    "sagebwd": ("int8", functools.partial(attention, implementation="triton")),
-    "sagebwd mixed": ("int8", functools.partial(attention, implementation="triton", config=SageConfig.mixed())),
-    "cuDNN": ("16-bit", functools.partial(jax.nn.dot_product_attention, implementation="cudnn")),
-}
+METHODS = ("sagebwd", "sagebwd mixed", "cuDNN")
 
 
 def _documents(case, tokens):
@@ -49,10 +40,10 @@ def _blocks(case):
     return jnp.asarray((document[None, :] % 2 == 0) | (document[:, None] == document[None, :]))[None, None]
 
 
-# Arguments of `attention` besides is_causal=True, made from a case: a mask's name tells what it is.
+# Arrays that `attention` is given besides, made from a case: a mask's name tells what it is. The window is in numbers.
 MASKS: dict[str, Callable[[cases.Case], dict]] = {
     "none": lambda case: {},
-    f"window of {WINDOW}": lambda case: dict(local_window_size=(WINDOW - 1, 0)),
+    f"window of {WINDOW}": lambda case: {},
     f"documents of {WINDOW}": lambda case: _documents(case, WINDOW),
     "half of it padding": lambda case: dict(key_value_seq_lengths=jnp.full(case.batch, case.length // 2, jnp.int32)),
     "boolean mask [1, 1, T, S]": lambda case: dict(mask=_blocks(case)),
@@ -70,67 +61,49 @@ def _is_dense(mask):
     return "T, S" in mask
 
 
-def both_passes(attend, numbers: dict) -> Callable:
-    """(query, key, value, dout, arrays) -> (O, dQ, dK, dV), causal and under the masks that both make up."""
+def _window(mask):
+    """What a mask says of `local_window_size`."""
+    return (WINDOW - 1, 0) if mask.startswith("window") else None
+
+
+def _under(method: Method, mask, arrays) -> Method:
+    """The method with these arguments."""
+    attend = functools.partial(method.attend, local_window_size=_window(mask), **arrays)
+    return dataclasses.replace(method, attend=attend)
+
+
+def _compile(case, method, mask, calls) -> Job:
+    """The forward and backward pass; the mask's arrays come after the inputs, for XLA to know nothing of them."""
 
     def run(query, key, value, dout, arrays):
-        out, vjp = jax.vjp(functools.partial(attend, is_causal=True, **numbers, **arrays), query, key, value)
-        return (out, *vjp(dout))
+        return whole_pass(_under(method, mask, arrays), "forward+backward", case)(query, key, value, dout)
 
-    return run
+    shapes = [*[jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)] * 4, jax.eval_shape(lambda: MASKS[mask](case))]
+    return Job(run=timing.compile_repeated(run, shapes, calls), prepare=None, calls=calls)
 
 
-def exact(inputs, masks: dict):
+def exact(inputs, mask, arrays: dict):
     """(O, dQ, dK, dV) in float32 of the first head of the first sequence."""
-    window, dense = (
-        masks.get("local_window_size"),
-        {name: masks[name][0, 0] for name in ("mask", "bias") if name in masks},
-    )
-    rows = {
-        new: masks[old][0]
-        for new, old in {"segments": "query_segment_ids", "key_length": "key_value_seq_lengths"}.items()
-        if old in masks
-    }
-    first = (x[0, :, 0] for x in inputs)
-    return exact_head(*first, is_causal=True, window=window and window[0], **dense, **rows)
+    names = {"segments": "query_segment_ids", "key_length": "key_value_seq_lengths"}
+    rows = {new: arrays[old][0] for new, old in names.items() if old in arrays}
+    dense = {name: arrays[name][0, 0] for name in ("mask", "bias") if name in arrays}
+    window = _window(mask)
+    return exact_head(*(x[0, :, 0] for x in inputs), is_causal=True, window=window and window[0], **dense, **rows)
 
 
-def measure_case(case, mask: str, methods, *, calls=None, lock=None):
+def measure_case(case, mask: str, methods: list[Method], *, calls=None, lock=None):
     """A record for every method."""
-    numbers, shapes = {}, [jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)] * 4
-
-    def make_arrays():
-        masks = MASKS[mask](case)
-        numbers.update({name: value for name, value in masks.items() if not isinstance(value, jax.Array)})
-        return {name: value for name, value in masks.items() if name not in numbers}
-
-    array_shapes = jax.eval_shape(make_arrays)
     count = calls or timing.calls_per_execution(cases.flops(case, "forward+backward"))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {
-            name: pool.submit(
-                contextvars.copy_context().run,
-                timing.compile_repeated,
-                both_passes(METHODS[name][1], numbers),
-                [*shapes, array_shapes],
-                count,
-            )
-            for name in methods
-            if not (name == "cuDNN" and mask in _NOT_CUDNN)
-        }
+    takers = [method for method in methods if not (method.name == "cuDNN" and mask in _NOT_CUDNN)]
+    jobs = compile_all({method: functools.partial(_compile, case, method, mask, count) for method in takers})
     with timing.alone(lock):
-        inputs, arrays = draw_inputs(case), make_arrays()
-        wanted = exact(inputs, numbers | arrays)
-        for name, job in jobs.items():
-            try:
-                seconds, results = timing.time_compiled(job.result(), (*inputs, arrays), count)
-                worst, bound = max_error(results, wanted), cases.ERROR_BOUND[METHODS[name][0]]
-                row = dict(milliseconds=1e3 * seconds, max_error=worst, error=None)
-                if not worst <= bound:
-                    row |= dict(milliseconds=None, error=f"relative error {worst:.3g} is above {bound}")
-            except Exception as error:  # One failing method must not end the run, whatever it raises.
-                row = dict(milliseconds=None, max_error=None, error=f"{type(error).__name__}: {str(error)[:300]}")
-            yield {"method": name, "masks": mask, **dataclasses.asdict(case), **row}
+        inputs, arrays = draw_inputs(case), MASKS[mask](case)
+        wanted = exact(inputs, mask, arrays)
+        for method, job in jobs.items():
+            row = attempt(job, method, (*inputs, arrays), wanted)
+            milliseconds = 1e3 * row["seconds"] if "seconds" in row else None
+            found = dict(milliseconds=milliseconds, max_error=row.get("max_error"), error=row.get("error"))
+            yield {"method": method.name, "masks": mask, **dataclasses.asdict(case), **found}
 
 
 def main(arguments=None):
@@ -150,10 +123,11 @@ def main(arguments=None):
     device = jax.devices()[0]
     if not options.dry_run and device.platform != "gpu":
         sys.exit(f"benchmarks.masks times an NVIDIA GPU; JAX's default device here is {device.device_kind!r}")
-    chosen, methods, extra = cases.make_cases(options.lengths, options.depths, (True,)), METHODS, {}
+    chosen, names, extra = cases.make_cases(options.lengths, options.depths, (True,)), METHODS, {}
     if options.dry_run:
         chosen = cases.make_cases((256,), (64,), (True,), tokens=256, channels=128)
-        methods, extra = ("sagebwd mixed",), dict(calls=1)
+        names, extra = ("sagebwd mixed",), dict(calls=1)
+    methods = [method for method in jax_methods() if method.name in names]
     provenance, rows = cases.make_provenance(device.device_kind, options.commit), []
     path = options.output / f"masks_{'dry_run' if options.dry_run else records.device_slug(device.device_kind)}.json"
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():

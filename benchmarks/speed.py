@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -93,35 +94,45 @@ def wanted_results(pass_, wanted):
     return {"forward": wanted[:1], "forward kernels": wanted[:1], "backward kernels": wanted[1:]}.get(pass_, wanted)
 
 
-def time_job(job: Job, case, method, pass_, inputs, wanted) -> dict:
+def time_job(job: Job, method, inputs, wanted) -> dict:
     """Run a compiled job, check what it returned, and time it if that is right."""
     operands = inputs if job.prepare is None else job.prepare(*inputs)
     seconds, results = timing.time_compiled(job.run, operands, job.calls)
     results = (results,) if isinstance(results, jax.Array) else results
-    error, bound = max_error(results, wanted_results(pass_, wanted)), cases.ERROR_BOUND[method.precision]
+    error, bound = max_error(results, wanted), cases.ERROR_BOUND[method.precision]
     if not error <= bound:
         return dict(max_error=error, error=f"relative error {error:.3g} is above {bound}")
     return dict(seconds=seconds, max_error=error)
 
 
+def compile_all(compilations: dict) -> dict:
+    """Run every function that returns a Job in a thread of its own; a future of each, done."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return {key: pool.submit(contextvars.copy_context().run, one) for key, one in compilations.items()}
+
+
+def attempt(job: concurrent.futures.Future, method, inputs, wanted) -> dict:
+    """What `time_job` returns, or why there is nothing: one failing method must not end the run, whatever it raises."""
+    try:
+        return time_job(job.result(), method, inputs, wanted)
+    except Exception as error:
+        return dict(error=f"{type(error).__name__}: {str(error)[:300]}")
+
+
 def measure_case(case, methods, results: Results, *, calls=None, lock=None):
     """Compile every method's passes at once, then time one after the other."""
-    jobs = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for method in methods:
-            for pass_ in method.passes():
-                count = calls or timing.calls_per_execution(cases.flops(case, pass_))
-                run = contextvars.copy_context().run
-                jobs[method, pass_] = pool.submit(run, compile_job, case, method, pass_, count)
+    compilations = {}
+    for method in methods:
+        for pass_ in method.passes():
+            count = calls or timing.calls_per_execution(cases.flops(case, pass_))
+            compilations[method, pass_] = functools.partial(compile_job, case, method, pass_, count)
+    jobs = compile_all(compilations)
     results.note(f"{case}: compiled {len(jobs)} computations")
     with timing.alone(lock):
         inputs = draw_inputs(case)
         wanted = exact_head(*(x[0, :, 0] for x in inputs), is_causal=case.causal)
         for (method, pass_), job in jobs.items():
-            try:
-                row = time_job(job.result(), case, method, pass_, inputs, wanted)
-            except Exception as error:  # One failing method must not end the run, whatever it raises.
-                row = dict(error=f"{type(error).__name__}: {str(error)[:300]}")
+            row = attempt(job, method, inputs, wanted_results(pass_, wanted))
             results.add(cases.make_record(case, method.name, pass_, {}, **row))
 
 

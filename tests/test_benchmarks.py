@@ -94,10 +94,11 @@ def test_repeated_calls_really_run_and_keep_their_inputs():
 def test_the_blockwise_oracle_is_the_dense_one(mask):
     case = cases.Case(depth=16, length=2048, causal=True, batch=1, heads=1)
     inputs = [jax.random.normal(jax.random.key(i), case.shape) for i in range(4)]
-    options = masks.MASKS[mask](case)
+    arrays = masks.MASKS[mask](case)
+    options = arrays | dict(local_window_size=masks._window(mask))
     dense = jax.jit(lambda *x: exact_attention_and_grads(*x, is_causal=True, **options))(*inputs)
     wanted = [x[0, :, 0] for x in (dense.out, dense.dq, dense.dk, dense.dv)]
-    got = masks.exact(inputs, options)
+    got = masks.exact(inputs, mask, arrays)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -168,7 +169,8 @@ def test_masks_dry_run_checks_each_mask_and_refuses_what_ignores_one(tmp_path, m
     def deaf(query, key, value, *, is_causal, **ignored):
         return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
 
-    monkeypatch.setitem(masks.METHODS, "sagebwd mixed", ("int8", deaf))
+    [method] = [method for method in methods.jax_methods() if method.name == "sagebwd mixed"]
+    monkeypatch.setattr(masks, "jax_methods", lambda: [dataclasses.replace(method, attend=deaf)])
     masks.main(["--dry-run", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "masks_dry_run.json").read_text())
     wrong = [row["masks"] for row in rows if row["error"]]
