@@ -8,6 +8,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from train_micro import micro_config
@@ -15,7 +16,7 @@ from train_micro import micro_config
 from pallas_kernels import launch
 from sagebwd_jax import attention
 from train import model as model_module
-from train.loss import loss_sums, next_token_loss
+from train.loss import _output_loss, _Settings, loss_sums, next_token_loss
 from train.step import init_model
 
 B, T = 3, 24
@@ -71,6 +72,39 @@ def test_gradients_are_those_of_whole_logits(dtype, logits_dtype, bound, chunk):
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         assert helpers.relative_error(a, b) < bound
+
+
+@pytest.mark.parametrize("spread", [10.0, 100.0, 3000.0])
+def test_losses_of_any_size_have_their_gradients(spread):
+    """Tokens of about 10, 100 and 3000 nats: the target's own logit serves as the shift of none but the first."""
+    rng = np.random.default_rng(0)
+    x, embedding = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in [(B, T, 16), (64, 16)])
+    targets, weights = jnp.asarray(rng.integers(0, 64, (B, T))), jnp.asarray(rng.random((B, T)), jnp.float32)
+    settings = _Settings(chunk=6, dtype=jnp.float32, z_loss=0.0)
+    x *= spread / 10
+
+    def exact(x, embedding):
+        logits = jnp.einsum("btw,vw->btv", x, embedding, precision="highest")
+        return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+    expected = jax.value_and_grad(exact, (0, 1))(x, embedding)
+    got = jax.value_and_grad(lambda *xs: _output_loss(*xs, targets, weights, settings).objective, (0, 1))(x, embedding)
+    nats = float(expected[0] / weights.sum())
+    assert spread / 2 < nats < 2 * spread
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert helpers.relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_end_in_a_loss_that_is_not(value):
+    x, embedding = jnp.ones((1, 2, 4)), jnp.ones((8, 4)).at[3, 0].set(value)
+    settings = _Settings(chunk=2, dtype=jnp.float32, z_loss=0.0)
+    targets = jnp.asarray([[3, 4]])
+
+    def loss(x):
+        return _output_loss(x, embedding, targets, jnp.ones((1, 2)), settings).objective
+
+    assert not np.isfinite(jax.value_and_grad(loss)(x)[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,6 +11,10 @@ from .mesh import constrain
 from .model import Decoder, output_rows, project
 
 
+# Sums of exponentials up to this one leave float32 and bfloat16 room for what they are multiplied with.
+LARGEST_TOTAL = 2.0**64
+
+
 class LossSums(NamedTuple):
     """Sums over the tokens that count; each divided by ``count`` is a mean. Only the objective has a gradient."""
 
@@ -100,15 +104,17 @@ def _forward(x: Any, embedding: Any, targets: Any, weights: Any, settings: _Sett
     def step(carry: Any, operands: Any) -> tuple[Any, Any]:
         sums, dembedding = carry
         x, targets, weights = operands
-        logits = project(x, rows, settings.dtype).astype(jnp.float32)
-        nats, lse = _token_losses(logits, targets)
-        slope = (weights * (1 + 2 * z_loss * lse))[..., None]
-        is_target = targets[..., None] == jnp.arange(logits.shape[-1])
-        dlogits = slope * jnp.exp(logits - lse[..., None]) - jnp.where(is_target, weights[..., None], 0.0)
-        # Rounded like every activation's gradient, so that the two products below run in that dtype.
-        dlogits = dlogits.astype(x.dtype)
-        dx = jnp.einsum("btv,vw->btw", dlogits, rows, preferred_element_type=jnp.float32).astype(x.dtype)
-        part = jnp.einsum("btv,btw->vw", dlogits, x, preferred_element_type=jnp.float32)
+        softmax = _exponentials(project(x, rows, settings.dtype), targets, x.dtype)
+        nats, lse = softmax.losses()
+        slope = 1 + 2 * z_loss * lse
+        slope = jnp.where(jnp.abs(slope) < 1e-6, 1e-6, slope)  # it divides
+        # dlogits = weight (slope exponentials / total - onehot) = factor (exponentials - total / slope onehot), where
+        # a factor of each token can as well be that of its row in the products.
+        factor = (weights * slope / softmax.total)[..., None]
+        dlogits = softmax.less_at_targets(targets, softmax.total / slope)
+        dx = jnp.einsum("btv,vw->btw", dlogits, rows, preferred_element_type=jnp.float32)
+        dx = (factor * dx).astype(x.dtype)
+        part = jnp.einsum("btv,btw->vw", dlogits, (factor * x).astype(x.dtype), preferred_element_type=jnp.float32)
         dembedding = constrain(dembedding + part, "tensor", None)
         return (_add(sums, (nats, lse), weights, z_loss), dembedding), (dx, nats + z_loss * jnp.square(lse))
 
@@ -129,6 +135,49 @@ def _backward(settings: _Settings, residuals: Any, cotangents: _Sums) -> tuple[A
 
 _output_loss = jax.custom_vjp(_sums, nondiff_argnums=(4,))
 _output_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class _Exponentials(NamedTuple):
+    """exp(logits - shift) of each token, rounded, and their sum before they were."""
+
+    values: Float[Array, "B C V"]
+    total: Float[Array, "B C"]
+    shift: Float[Array, "B C"]
+    target_logits: Float[Array, "B C"]
+
+    def losses(self) -> tuple[Any, Any]:
+        """As `_token_losses`."""
+        nats = jnp.log(self.total) + (self.shift - self.target_logits)
+        return nats, nats + self.target_logits
+
+    def less_at_targets(self, targets: Any, amount: Any) -> Any:
+        """The values, with that of each target less its amount, rounded once."""
+        at_targets = jnp.exp(self.target_logits - self.shift) - amount
+
+        def set_one(values: Any, target: Any, value: Any) -> Any:
+            return values.at[target].set(value, mode="promise_in_bounds")
+
+        # Mapped, it stays on the device that has the token.
+        return jax.vmap(jax.vmap(set_one))(self.values, targets, at_targets.astype(self.values.dtype))
+
+
+def _exponentials(logits: Any, targets: Any, dtype: Any) -> _Exponentials:
+    """One pass over the logits, which takes each target's own as the shift: the sum then is exp(loss).
+
+    Where that is above `LARGEST_TOTAL`, 44 nats, all is done again with the shift that always does, the maximum.
+    """
+    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
+
+    def shifted_by(shift: Any) -> _Exponentials:
+        values = jnp.exp(logits.astype(jnp.float32) - shift[..., None])
+        return _Exponentials(values.astype(dtype), values.sum(axis=-1), shift, target_logits)
+
+    # A loop without a turn leaves its arrays where they are; results of a branch would be copied.
+    return jax.lax.while_loop(
+        lambda softmax: jnp.any(softmax.total > LARGEST_TOTAL),
+        lambda _: shifted_by(logits.max(axis=-1).astype(jnp.float32)),
+        shifted_by(target_logits),
+    )
 
 
 def _token_losses(logits: Float[Array, "B C V"], targets: Int[Array, "B C"]) -> tuple[Any, Any]:
