@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from benchmarks import cases, records
-from benchmarks.methods import Method, jax_methods, whole_pass
+from benchmarks.methods import Method, is_wanted, jax_methods, whole_pass
 
 
 def kept_bytes(attend, shapes) -> int:
@@ -54,6 +54,7 @@ def main(arguments=None):
     """Measure every method, print and save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.costs", description="Kept bytes and compilation.")
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--methods", nargs="+", help="only methods whose name holds one of these, in any case")
     parser.add_argument("--output", type=Path, default=records.RESULTS, help="folder of the results")
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
@@ -64,6 +65,7 @@ def main(arguments=None):
     # A cache on disk would make the second run of this program the fast one.
     jax.config.update("jax_enable_compilation_cache", False)
     methods = jax_methods("xla", dry=True) if options.dry_run else jax_methods()
+    methods = [method for method in methods if is_wanted(method.name, options.methods)]
     sizes = dict(tokens=256, channels=128) if options.dry_run else {}
     provenance, rows = cases.make_provenance(device.device_kind, options.commit), []
     for case in cases.make_cases((options.length,), cases.DEPTHS, **sizes):

@@ -26,10 +26,11 @@ class Method:
     attend: Callable
     config: SageConfig | None = None
 
-    def passes(self) -> tuple[str, ...]:
-        """The passes it is timed on."""
+    def passes(self, depth: int) -> tuple[str, ...]:
+        """The passes it is timed on; kernels alone only at head dims that `attention` need not pad for them."""
         whole = ("forward", "forward+backward")
-        return whole if self.config is None else (*whole, "forward kernels", "backward kernels")
+        has_kernels = self.config is not None and depth.bit_count() == 1
+        return (*whole, "forward kernels", "backward kernels") if has_kernels else whole
 
 
 def jax_methods(sagebwd_implementation: str = "triton", *, dry: bool = False) -> list[Method]:
@@ -55,6 +56,11 @@ def jax_methods(sagebwd_implementation: str = "triton", *, dry: bool = False) ->
             "tokamax Mosaic GPU": functools.partial(_tokamax, implementation="mosaic"),
         }
     return ours + [Method(name=name, precision="16-bit", attend=attend) for name, attend in peers.items()]
+
+
+def is_wanted(name: str, parts: list[str] | None) -> bool:
+    """Whether a method's name holds one of the parts, in any case; any name where none are given."""
+    return not parts or any(part.lower() in name.lower() for part in parts)
 
 
 def _pallas_mha(query, key, value, *, is_causal):

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import cases, records, timing
-from benchmarks.methods import jax_methods, kernel_pass, whole_pass
+from benchmarks.methods import is_wanted, jax_methods, kernel_pass, whole_pass
 from benchmarks.oracle import exact_head, max_error
 from benchmarks.torch_peers import BACKENDS
 from pallas_kernels import launch
@@ -123,7 +123,7 @@ def measure_case(case, methods, results: Results, *, calls=None, lock=None):
     """Compile every method's passes at once, then time one after the other."""
     compilations = {}
     for method in methods:
-        for pass_ in method.passes():
+        for pass_ in method.passes(case.depth):
             count = calls or timing.calls_per_execution(cases.flops(case, pass_))
             compilations[method, pass_] = functools.partial(compile_job, case, method, pass_, count)
     jobs = compile_all(compilations)
@@ -202,19 +202,17 @@ def main(arguments=None):
         chosen = cases.make_cases(lengths, options.depths)
         methods, extra = jax_methods(), {}
 
-    def wants(name):
-        return not options.methods or any(part.lower() in name.lower() for part in options.methods)
-
+    methods = [method for method in methods if is_wanted(method.name, options.methods)]
     path = options.output / f"speed_{'dry_run' if options.dry_run else records.device_slug(device.device_kind)}.json"
     results = Results(path, cases.make_provenance(device.device_kind, options.commit))
-    backends = [name for name in BACKENDS if wants(name)]
+    backends = [name for name in BACKENDS if is_wanted(name, options.methods)]
     # First: a run that is cut short then has what the others are compared with.
     if backends and not options.dry_run and not options.no_torch:
         with timing.alone(options.lock):
             measure_torch(chosen, backends, results)
     with launch.interpreted() if options.dry_run else contextlib.nullcontext():
         for case in chosen:
-            measure_case(case, [m for m in methods if wants(m.name)], results, lock=options.lock, **extra)
+            measure_case(case, methods, results, lock=options.lock, **extra)
     print_table(results.rows)
     print(f"\n{len(results.rows)} rows in {path}")
     if options.plots:

@@ -338,6 +338,13 @@ def test_tuning_says_which_tile_is_wrong(monkeypatch):
     assert len(timed) == 1 and len(notes) == 1 and "differs from the first by 1" in notes[0]
 
 
+def test_kernels_alone_are_timed_where_their_head_dim_is_not_padded():
+    ours, *_, peer = methods.jax_methods("xla", dry=True)
+    whole = ("forward", "forward+backward")
+    assert ours.passes(64)[2:] == ("forward kernels", "backward kernels")
+    assert ours.passes(96) == peer.passes(64) == whole
+
+
 def test_costs_count_what_is_kept_once(tmp_path):
     # JAX's own attention promotes.
     with jax.numpy_dtype_promotion("standard"):

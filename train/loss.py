@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 from .mesh import constrain
 from .model import Decoder, output_rows, project
 
-
 # Sums of exponentials up to this one leave float32 and bfloat16 room for what they are multiplied with.
 LARGEST_TOTAL = 2.0**64
 
