@@ -14,7 +14,7 @@ from train_micro import micro_config
 
 from train.config import PRESETS, SettingError
 from train.loss import next_token_loss
-from train.model import Decoder, count_parameters, select_attention
+from train.model import Block, Decoder, count_parameters, select_attention
 from train.step import abstract_model
 
 B, T = 3, 13
@@ -54,6 +54,26 @@ def decode_gradient():
         return jnp.sum(weights * nnx.merge(graphdef, params).decode(x)[:, position])
 
     return jax.jit(jax.grad(projection))
+
+
+def test_gains_in_the_matrices_that_read_them_change_neither_output_nor_gradients():
+    rng = np.random.default_rng(0)
+    graphdef, params = nnx.split(
+        Block(micro_config(attention="exact", compute_dtype="float32").model, rngs=nnx.Rngs(0))
+    )
+    params = jax.tree.map(lambda leaf: leaf * jnp.asarray(rng.uniform(0.5, 2, leaf.shape), leaf.dtype), params)
+    x, dout = (jnp.asarray(rng.standard_normal((B, T, 40)), jnp.float32) for _ in range(2))
+
+    def projection(params, x, prepare):
+        return jnp.sum(dout * prepare(nnx.merge(graphdef, params))(x))
+
+    gradients = jax.jit(jax.value_and_grad(projection, argnums=(0, 1)), static_argnums=2)
+    plain, folded = (gradients(params, x, prepare) for prepare in (lambda block: block, Block.with_folded_gains))
+    for got, expected in zip(jax.tree.leaves(folded), jax.tree.leaves(plain), strict=True):
+        assert helpers.relative_error(got, expected) < 1e-5
+    block = nnx.merge(graphdef, params)
+    block.with_folded_gains()
+    chex.assert_trees_all_equal(nnx.state(block), params)
 
 
 @pytest.mark.parametrize("position", [0, 5, T - 1])

@@ -86,6 +86,19 @@ class Block(nnx.Module):
         x = x + self.ffn(self.ffn_norm(x))
         return constrain(x, BATCH_AXES, None, None)
 
+    def with_folded_gains(self) -> "Block":
+        """The same function, as (x gain) W = x (gain W): no gain's gradient is then a sum over tokens."""
+        block = nnx.clone(self)
+        attention, ffn = block.attention, block.ffn
+        attention_layers, ffn_layers = (attention.query, attention.key, attention.value), (ffn.gate, ffn.up)
+        for norm, layers in ((block.attention_norm, attention_layers), (block.ffn_norm, ffn_layers)):
+            gain = norm.scale[...]
+            for layer in layers:
+                kernel = layer.kernel[...]
+                layer.kernel[...] = gain.reshape(-1, *[1] * (kernel.ndim - 1)) * kernel
+            norm.scale[...] = jnp.ones_like(gain)
+        return block
+
 
 class Decoder(nnx.Module):
     """Tokens to next-token logits.
@@ -126,7 +139,7 @@ class Decoder(nnx.Module):
             graphdef, params = nnx.split(block)
 
             def run(params: Any, x: Any, ids: Any, graphdef: Any = graphdef) -> Any:
-                return gather_parameters(nnx.merge(graphdef, params), self.dtype)(x, ids)
+                return gather_parameters(nnx.merge(graphdef, params).with_folded_gains(), self.dtype)(x, ids)
 
             if self.recompute != "none":
                 names = RESIDUAL_NAMES if self.recompute == "all_but_attention" else ()
