@@ -4,6 +4,7 @@ import json
 
 from benchmarks import records
 from benchmarks.accuracy import TENSORS
+from benchmarks.cases import DEPTHS
 
 METHODS = {
     "`SageConfig()`": "sagebwd",
@@ -50,7 +51,7 @@ def tables(device="h200") -> list[list[str]]:
     """Accuracy, then speed forward and backward together, then forward."""
     names = f"accuracy_{device}", f"speed_{device}"
     accuracy, speed = (json.loads((records.RESULTS / f"{name}.json").read_text()) for name in names)
-    speed = [row for row in speed if row["length"] in LENGTHS]
+    speed = [row for row in speed if row["length"] in LENGTHS and row["depth"] in DEPTHS]
     # Its forward kernel is that of the default.
     forward = [name for name in METHODS if name != "`mixed()`"]
     return [
