@@ -72,12 +72,14 @@ def too_large():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_last_whole_one_is_waited_for_and_is_not_what_could_not_be_written(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.last_whole() is None
+    assert checkpoints.last_whole() == (None, None)
     checkpoints.save(make_state(10.0), Progress(10, 0.0, 0))
-    assert checkpoints.last_whole() == 10
+    assert checkpoints.last_whole() == (10, None)
     with files_up_to(20_000):
         checkpoints.save(too_large(), Progress(20, 0.0, 0))
-        assert checkpoints.latest() == 20 and checkpoints.last_whole() == 10
+        assert checkpoints.latest() == 20
+        step, failure = checkpoints.last_whole()
+        assert step == 10 and "could not be finished" in str(failure)
     checkpoints.close()
     gc.collect()
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from train_micro import micro_config
 
+from sagebwd_jax._attention import MAX_HEAD_DIM
 from train import sample as sample_module
 from train.cli import parse_command, parse_config
-from train.config import PRESETS, SettingError, TrainConfig
+from train.config import PRESETS, SettingError, TrainConfig, _checks
 from train.config import _settings as settings_module
 from train.run_dir import CHANGEABLE, _flat, check_continues, read_config
 
@@ -99,6 +100,10 @@ def test_the_papers_two_step_sizes_see_the_same_tokens():
     assert small.model == large.model and small.data == large.data
 
 
+def test_head_dims_are_those_that_attention_takes():
+    assert _checks.SAGEBWD_HEAD_DIM == MAX_HEAD_DIM
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -108,6 +113,7 @@ def test_the_papers_two_step_sizes_see_the_same_tokens():
         ),
         (dict(num_kv_heads=4), "num_heads=6 must be a multiple of num_kv_heads=4"),
         (dict(head_dim=7), "head_dim=7 must be even"),
+        (dict(head_dim=258, attention="sagebwd"), "attention='sagebwd' takes head_dim up to 256, not 258"),
         (dict(vocab_size=255), "vocab_size=255 must be at least 256"),
         (dict(held_out_fraction=1.0), "held_out_fraction=1.0 must lie between 0 and 1"),
         (dict(warmup_steps=20), "warmup_steps=20 must be at least 0 and below steps=20"),

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import json
 import struct
 import subprocess
 import sys
@@ -431,6 +432,20 @@ def test_a_table_of_runs_has_room_for_their_names(finished, tmp_path, monkeypatc
     console = Console(file=io.StringIO(), width=80)
     console.print(runs_table([Path(result.run_dir.name)]))
     assert f" {result.run_dir.name}  exact      40/40 " in console.file.getvalue()
+
+
+def test_gaps_are_taken_after_as_many_tokens(finished, tmp_path):
+    """Beside a run of half its steps of twice the tokens, whose last held-out loss is 1% above."""
+    _, result, _ = finished
+    doubled = tmp_path / "doubled"
+    doubled.mkdir()
+    (doubled / "config.json").write_bytes((result.run_dir / "config.json").read_bytes())
+    records = [{**x, "step": (x["step"] + 1) // 2} for x in read_metrics(result.run_dir)]
+    records = [{**x, "held_out_loss": 1.01 * x["held_out_loss"]} if "held_out_loss" in x else x for x in records]
+    (doubled / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    console = quiet()
+    console.print(runs_table([result.run_dir, doubled]))
+    assert "+1.00%" in console.file.getvalue()
 
 
 def test_runs_without_settings_or_records_are_refused_by_name(finished, tmp_path):

@@ -93,11 +93,13 @@ class Checkpoints:
         except Exception as error:  # As in save.
             raise self._explain("a checkpoint could not be finished", error) from error
 
-    def last_whole(self) -> int | None:
-        """Step of the newest on disk, once what was started is there or has failed."""
-        with contextlib.suppress(CheckpointError):
+    def last_whole(self) -> tuple[int | None, CheckpointError | None]:
+        """Step of the newest on disk, once what was started is there, and why it is not if it has failed."""
+        try:
             self.wait()
-        return self.latest()
+        except CheckpointError as error:
+            return self.latest(), error
+        return self.latest(), None
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """The newest state, of the shapes and where ``like`` says; it may have been written on another mesh.

@@ -69,26 +69,26 @@ def relative_gap(results: Mapping[AttentionName, RunResult]) -> float:
 
 
 def runs_table(run_dirs: Sequence[Path]) -> Table:
-    """One line a run: how far it came, and its last held-out loss beside the first run's at that step."""
-    caption = "gap: held-out loss against the first run's at the same step"
+    """One line a run: how far it came, and its last held-out loss beside the first run's after as many tokens."""
+    caption = "gap: held-out loss against the first run's after as many tokens"
     # Narrow, so that the names of runs have room in 80 columns.
     table = Table(caption=caption, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for heading in ("run", "attention", "step", "held out", "gap", "tokens/s", "hours", "skipped"):
         justify = "left" if heading in ("run", "attention") else "right"
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading != "run")
-    first = dict(zip(*series(read_metrics(run_dirs[0]), "held_out_loss"), strict=True))
+    first = dict(zip(*series(read_metrics(run_dirs[0]), "held_out_loss", "tokens"), strict=True))
     for run_dir in run_dirs:
         config, records = read_config(run_dir), read_metrics(run_dir)
         if not records:
             raise SettingError(f"{str(run_dir)!r} has no records yet")
-        steps, losses = series(records, "held_out_loss")
+        tokens, losses = series(records, "held_out_loss", "tokens")
         speeds = sorted(series(records, "tokens_per_second")[1])
         table.add_row(
             str(run_dir),
             config.model.attention,
             f"{records[-1]['step']}/{config.steps}",
             f"{losses[-1]:.4f}" if losses else "-",
-            f"{100 * (losses[-1] / first[steps[-1]] - 1):+.2f}%" if steps and steps[-1] in first else "-",
+            f"{100 * (losses[-1] / first[tokens[-1]] - 1):+.2f}%" if tokens and tokens[-1] in first else "-",
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "-",
             f"{records[-1]['seconds'] / 3600:.2f}",
             str((series(records, "skipped")[1] or [0])[-1]),

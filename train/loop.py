@@ -216,10 +216,12 @@ class _Session:
 
     def how_to_go_on(self) -> str:
         """What to do once a data worker has died."""
-        last, resume = self.checkpoints.last_whole(), f"python -m train --resume {self.run_dir}"
+        (last, failure), resume = self.checkpoints.last_whole(), f"python -m train --resume {self.run_dir}"
         where = f"the checkpoint of step {last} is whole: go on from it with {resume}"
         if last is None:
             where = f"there is no checkpoint: {resume} starts again at the first step"
+        if failure is not None:
+            where = f"{failure}; {where}"
         workers = self.config.data.workers
         return f"{where}; if memory ran out, with fewer --workers than {workers} (0 reads ahead in threads)"
 

@@ -3,6 +3,9 @@
 from train.config._mesh import parse_mesh
 from train.config._settings import BYTE_VOCABULARY, DataConfig, ModelConfig, OptimizerConfig, SettingError, TrainConfig
 
+# As sagebwd_jax refuses what is above, which is asked for only when the run's folder has been made.
+SAGEBWD_HEAD_DIM = 256
+
 
 def check(config: TrainConfig) -> None:
     """Raises SettingError with the name, the value and what is accepted."""
@@ -35,6 +38,8 @@ def _check_model(model: ModelConfig, sequence_length: int) -> None:
         raise SettingError(f"num_heads={model.num_heads} must be a multiple of num_kv_heads={model.num_kv_heads}")
     if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
         raise SettingError(f"attention='cudnn' takes compute_dtype='bfloat16', not {model.compute_dtype!r}")
+    if model.attention == "sagebwd" and model.head_dim > SAGEBWD_HEAD_DIM:
+        raise SettingError(f"attention='sagebwd' takes head_dim up to {SAGEBWD_HEAD_DIM}, not {model.head_dim}")
     if model.head_dim % 2:
         raise SettingError(f"head_dim={model.head_dim} must be even: RoPE turns channels in pairs")
     if model.vocab_size < BYTE_VOCABULARY:
