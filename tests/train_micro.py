@@ -5,10 +5,13 @@ Every axis of the configuration has a size of its own, so that swapped axes cann
 
 import contextlib
 import dataclasses
+import io
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from train.metrics import read_metrics, series
@@ -47,6 +50,16 @@ def micro_config(**overrides: Any) -> TrainConfig:
         names = {field.name for field in dataclasses.fields(getattr(config, part))} & overrides.keys()
         parts[part] = dataclasses.replace(getattr(config, part), **{name: overrides.pop(name) for name in names})
     return dataclasses.replace(config, **parts, **overrides)
+
+
+def run_config(text: str, folder: Path, **overrides: Any) -> TrainConfig:
+    """One layer, of that text, whose runs lie in that folder."""
+    return micro_config(data=text, held_out_fraction=0.2, runs_dir=str(folder), **(dict(num_layers=1) | overrides))
+
+
+def quiet() -> Console:
+    """A console whose `file` holds what was printed."""
+    return Console(file=io.StringIO(), width=200)
 
 
 def write_text(folder: Path, files: int = 12) -> str:
