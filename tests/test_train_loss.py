@@ -95,6 +95,14 @@ def test_losses_of_any_size_have_their_gradients(spread):
         assert helpers.relative_error(a, b) < 1e-5
 
 
+def test_a_slope_of_zero_has_a_gradient():
+    logits = jnp.asarray([[[-45.0, -5.0, -300.0, -35.0]]])  # log-sum-exp -5, so that 1 + 2 * 0.1 * lse is 0
+    settings = _Settings(chunk=2, dtype=jnp.float32, z_loss=0.1)
+    targets, weights = jnp.asarray([[1]]), jnp.ones((1, 1))
+    grad = jax.grad(lambda x: _output_loss(x, jnp.eye(4), targets, weights, settings).objective)(logits)
+    np.testing.assert_allclose(grad[0, 0], [0, -1, 0, 0], atol=2e-6)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_end_in_a_loss_that_is_not(value):
     x, embedding = jnp.ones((1, 2, 4)), jnp.ones((8, 4)).at[3, 0].set(value)

@@ -42,8 +42,9 @@ def loss_sums(
     """loss = sum of w (lse(logits) - logits[target]) over T1 - 1 tokens of B sequences, in float32.
 
     w is 0 where the target is another document's first token, which nothing could predict, and else the sequence's
-    weight (1 without row_weights). Logits exist for model.loss_chunk tokens of each sequence at a time, [B, chunk, V]
-    in model.logits_dtype; what the backward pass needs of them is computed while they are there.
+    weight (1 without row_weights). Logits exist for model.loss_chunk tokens of each sequence at a time, [B, chunk,
+    V] in model.logits_dtype, beside their exponentials in the compute dtype; what the backward pass needs of them
+    is computed while they are there.
 
     Raises:
       ValueError: model.loss_chunk does not divide T1 - 1 and is below it.

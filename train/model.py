@@ -87,7 +87,7 @@ class Block(nnx.Module):
         return constrain(x, BATCH_AXES, None, None)
 
     def with_folded_gains(self) -> "Block":
-        """The same function, as (x gain) W = x (gain W): no gain's gradient is then a sum over tokens."""
+        """The same function, as (x gain) W = x (gain W): neither gain's gradient is then a sum over tokens."""
         block = nnx.clone(self)
         attention, ffn = block.attention, block.ffn
         attention_layers, ffn_layers = (attention.query, attention.key, attention.value), (ffn.gate, ffn.up)
