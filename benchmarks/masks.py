@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, records, timing
-from benchmarks.methods import Method, jax_methods, whole_pass
+from benchmarks.methods import Method, is_wanted, jax_methods, whole_pass
 from benchmarks.oracle import exact_head
 from benchmarks.speed import Job, attempt, compile_all, draw_inputs
 from pallas_kernels import launch
@@ -117,7 +117,7 @@ def main(arguments=None):
     parser.add_argument("--commit", help="what to record as the commit, where the tree has no git")
     parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    chosen_masks = [name for name in MASKS if any(part.lower() in name.lower() for part in options.masks or [""])]
+    chosen_masks = [name for name in MASKS if is_wanted(name, options.masks)]
     if not chosen_masks:
         parser.error(f"--masks {' '.join(options.masks)}: none of {', '.join(MASKS)} holds that")
     device = jax.devices()[0]

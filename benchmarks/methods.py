@@ -11,6 +11,7 @@ from benchmarks.cases import Case
 from benchmarks.traces import split_at_kernels
 from pallas_kernels import attention as kernels
 from sagebwd_jax import SageConfig, attention
+from sagebwd_jax._attention import padded_depth
 from sagebwd_jax._config import CallSpec
 from sagebwd_jax._masks import Visibility
 
@@ -29,7 +30,7 @@ class Method:
     def passes(self, depth: int) -> tuple[str, ...]:
         """The passes it is timed on; kernels alone only at head dims that `attention` need not pad for them."""
         whole = ("forward", "forward+backward")
-        has_kernels = self.config is not None and depth.bit_count() == 1
+        has_kernels = self.config is not None and padded_depth(depth) == depth
         return (*whole, "forward kernels", "backward kernels") if has_kernels else whole
 
 
@@ -59,7 +60,7 @@ def jax_methods(sagebwd_implementation: str = "triton", *, dry: bool = False) ->
 
 
 def is_wanted(name: str, parts: list[str] | None) -> bool:
-    """Whether a method's name holds one of the parts, in any case; any name where none are given."""
+    """Whether a name holds one of the parts, in any case; any name where none are given."""
     return not parts or any(part.lower() in name.lower() for part in parts)
 
 

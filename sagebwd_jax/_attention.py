@@ -161,10 +161,14 @@ def _no_lse_where(sees_nothing, lse):
     return jnp.where(sees_nothing, -jnp.inf, lse)
 
 
+def padded_depth(depth: int) -> int:
+    """The head dim that a head dim has inside: a power of two of channels that a tensor core takes."""
+    return max(32, 1 << (depth - 1).bit_length())
+
+
 def _pad(x):
-    """Zeros up to whole tiles of time, and up to a power of two of channels that a tensor core takes."""
-    depth = max(32, 1 << (x.shape[3] - 1).bit_length())
-    widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, depth - x.shape[3])]
+    """Zeros up to whole tiles of time and up to `padded_depth` channels."""
+    widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, padded_depth(x.shape[3]) - x.shape[3])]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,8 @@ def compared(tmp_path_factory):
 
 def test_compare_trains_both_on_the_same_data_and_seed(compared):
     config, folder, results = compared
-    assert folder.name == "tiny-compare"
-    assert {path.name for path in folder.iterdir()} >= {"exact", "loss.png", "sagebwd"}
+    assert folder == Path(config.runs_dir) / "tiny-compare"
+    assert sorted(path.name for path in folder.iterdir()) == ["exact", "loss.png", "sagebwd"]
     assert imread(folder / "loss.png").shape[:2] == (1050, 1200)
     configs = {
         name: TrainConfig.from_json((result.run_dir / "config.json").read_text()) for name, result in results.items()
@@ -43,7 +44,9 @@ def test_compare_trains_both_on_the_same_data_and_seed(compared):
 
 
 def test_runs_of_before_are_a_table_and_two_plots(compared, tmp_path, capsys):
-    _, folder, results = compared
+    _, runs, results = compared
+    folder = tmp_path / "runs"  # into which the program writes
+    shutil.copytree(runs, folder)
     console = quiet()
     compare_runs([folder / "exact", folder / "sagebwd"], tmp_path, console=console)
     shown = console.file.getvalue()

@@ -166,7 +166,7 @@ def _exponentials(logits: Any, targets: Any, dtype: Any) -> _Exponentials:
 
     Where that is above `LARGEST_TOTAL`, 44 nats, all is done again with the shift that always does, the maximum.
     """
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0].astype(jnp.float32)
+    target_logits = _of_targets(logits, targets).astype(jnp.float32)
 
     def shifted_by(shift: Any) -> _Exponentials:
         values = jnp.exp(logits.astype(jnp.float32) - shift[..., None])
@@ -183,8 +183,12 @@ def _exponentials(logits: Any, targets: Any, dtype: Any) -> _Exponentials:
 def _token_losses(logits: Float[Array, "B C V"], targets: Int[Array, "B C"]) -> tuple[Any, Any]:
     """Each token's cross-entropy in nats, and its logits' log-sum-exp."""
     lse = jax.nn.logsumexp(logits, axis=-1)
-    target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return lse - target_logits, lse
+    return lse - _of_targets(logits, targets), lse
+
+
+def _of_targets(logits: Float[Array, "B C V"], targets: Int[Array, "B C"]) -> Float[Array, "B C"]:
+    """Each target's own logit."""
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
 
 
 def _zero_sums() -> _Sums:
